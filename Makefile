@@ -1,0 +1,38 @@
+# Every target does its own set-up, in a virtual environment; PYTHON chooses the interpreter.
+PYTHON ?= python3
+TAG := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV ?= .venv-$(TAG)
+BIN := $(VENV)/bin
+LINKS := build/typecheck/attnd
+
+.DEFAULT_GOAL := help
+
+$(VENV)/ready: pyproject.toml
+	@echo "attnd: installing into $(VENV) (a few minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(LINKS):
+	mkdir -p $(LINKS)
+	ln -sfn ../../../proto/attnd/v1 $(LINKS)/v1
+	ln -sfn ../../../kernels $(LINKS)/kernels
+	ln -sfn ../../../service $(LINKS)/service
+	ln -sfn ../../../client $(LINKS)/client
+
+.PHONY: help test check generate
+help: ## Lists the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+generate: ## Regenerates proto/attnd/v1/*_pb2.py.
+	$(PYTHON) tools/generate.py
+
+test: $(VENV)/ready ## Runs the tests.
+	$(BIN)/python -m pytest
+
+check: $(VENV)/ready $(LINKS) ## Checks format, lint, types, generated code and the schema.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p attnd
+	$(PYTHON) tools/generate.py --check
+	$(BIN)/buf lint proto

@@ -1,0 +1,1 @@
+"""The attnd client SDK."""

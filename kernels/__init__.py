@@ -1,0 +1,1 @@
+"""Ragged and paged attention in process: the kernels' contract, validation and implementations."""

@@ -1,0 +1,5 @@
+"""What every test needs: the CPU, whatever the machine has."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
