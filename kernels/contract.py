@@ -113,6 +113,37 @@ class RaggedBatch:
     page_indices: Int32[np.ndarray, "num_seqs pages_per_seq"]
     cu_q_lens: Int32[np.ndarray, "num_seqs+1"]
 
+    @classmethod
+    def compact(
+        cls,
+        kv_lens: Int32[np.ndarray, " rows"],
+        page_indices: Int32[np.ndarray, "rows pages_per_seq"],
+        q_lens: Int32[np.ndarray, " rows"],
+        page_size: int,
+    ) -> "RaggedBatch":
+        """Builds the batch of the rows that are not empty, in their order, over arrays of its own.
+
+        Args:
+            kv_lens: Tokens each row attends over, in [q_len, pages_per_seq * page_size].
+            page_indices: Page ids. Slots past a row's kv_len may hold anything: page 0 takes their place, because a
+                kernel that reads whole tiles of the table follows them too.
+            q_lens: Query tokens of each row, >= 0; rows of 0 are dropped.
+            page_size: Tokens of a page.
+        """
+        rows = np.flatnonzero(q_lens)
+        if len(rows) < len(q_lens):
+            kv_lens, page_indices, q_lens = kv_lens[rows], page_indices[rows], q_lens[rows]
+        # Rounds up without kv_len + page_size - 1, which int32 cannot always hold.
+        used_slots = -(-kv_lens // np.int32(page_size))
+        slots = np.arange(page_indices.shape[1], dtype=np.int32)
+        cu_q_lens = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(q_lens, out=cu_q_lens[1:])
+        return cls(
+            kv_lens=np.array(kv_lens),
+            page_indices=np.where(slots < used_slots[:, np.newaxis], page_indices, np.int32(0)),
+            cu_q_lens=cu_q_lens,
+        )
+
     @property
     def num_seqs(self) -> int:
         """Rows, none of them empty."""
@@ -220,6 +251,11 @@ class Implementation(Protocol[PagesT]):
     @property
     def name(self) -> str:
         """Name by which it is chosen and reported."""
+        ...
+
+    @property
+    def num_compiled_programs(self) -> int:
+        """Programs compiled so far. It stands still once the shapes in use are warm."""
         ...
 
     def unsupported(self, spec: CacheSpec) -> str | None:

@@ -1,0 +1,110 @@
+"""Rules of a step over sequences whose pages the server manages: all ours, in the words of JAX's where they fit."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from jaxtyping import Int32
+
+from attnd.kernels.contract import AttentionOptions, CacheSpec, KernelHints
+from attnd.kernels.validation_rules import ArrayLike, Facts, Rule, Violations, judge
+from attnd.kernels.validation_values import (
+    Q_RULES,
+    SCALE_RULES,
+    SLIDING_WINDOW_IS_POSITIVE,
+    SOFT_CAP_IS_NOT_ZERO,
+    SOFT_CAP_IS_POSITIVE,
+    TOKEN_RULES,
+    cache_facts,
+    judge_tokens,
+    judge_types,
+    q_facts,
+    scalar_facts,
+    token_facts,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLens:
+    """Lengths of one step after validation: 0 <= q_len <= kv_len for each sequence, and all of q's rows are used."""
+
+    q_lens: Int32[np.ndarray, " num_sequences"]
+    kv_lens: Int32[np.ndarray, " num_sequences"]
+
+
+_RULES: Final = (
+    Rule("q.shape", "{q.shape=} must be [tokens, num_q_heads, head_dim].", lambda q: len(q.shape) == 3),
+    Rule(
+        "q.shape[2]",
+        "Q head_dim {head_dim} must be the same as that of K/V {head_dim_k}.",
+        lambda head_dim, head_dim_k: head_dim == head_dim_k,
+    ),
+    Rule(
+        "q_lens.shape",
+        "{q_lens.shape=} must be ({num_sequences},): one for each sequence.",
+        lambda q_lens, num_sequences: q_lens.shape == (num_sequences,),
+    ),
+    Rule(
+        "kv_lens.shape",
+        "{kv_lens.shape=} must be ({num_sequences},): one for each sequence.",
+        lambda kv_lens, num_sequences: kv_lens.shape == (num_sequences,),
+    ),
+    Rule("q_lens.dtype", "{q_lens.dtype=} must be int32.", lambda q_lens: q_lens.dtype == np.int32),
+    Rule("kv_lens.dtype", "{kv_lens.dtype=} must be int32.", lambda kv_lens: kv_lens.dtype == np.int32),
+    Rule(
+        "q.shape[1]",
+        "{num_q_heads=} must be divisible by {num_kv_heads=}",
+        lambda num_q_heads, num_kv_heads: num_q_heads % num_kv_heads == 0,
+    ),
+    SLIDING_WINDOW_IS_POSITIVE,
+    SOFT_CAP_IS_NOT_ZERO,
+    Rule(
+        "q_lens",
+        "Total q tokens {total_q_tokens} must be equal to {q.shape[0]=}.",
+        lambda total_q_tokens, max_num_batched_tokens: total_q_tokens == max_num_batched_tokens,
+    ),
+    *Q_RULES,
+    SOFT_CAP_IS_POSITIVE,
+    *SCALE_RULES,
+    *TOKEN_RULES,
+)
+
+
+def judge_step(
+    spec: CacheSpec,
+    q: ArrayLike,
+    q_lens: np.ndarray,
+    kv_lens: np.ndarray,
+    *,
+    num_sequences: int,
+    k: ArrayLike | None,
+    v: ArrayLike | None,
+    options: AttentionOptions,
+) -> Violations:
+    """Returns every violation of a step."""
+    facts: Facts = cache_facts(spec) | q_facts(q) | token_facts(spec, q, k, v)
+    facts |= scalar_facts(options, KernelHints(), ())
+    facts |= {"q_lens": q_lens, "kv_lens": kv_lens, "num_sequences": num_sequences}
+    lens = [array for array in (q_lens, kv_lens) if array.shape == (num_sequences,) and array.dtype == np.int32]
+    if q_lens.shape == (num_sequences,) and q_lens.dtype == np.int32:
+        facts["total_q_tokens"] = int(q_lens.sum(dtype=np.int64))
+
+    found = Violations()
+    judge(_RULES, facts, found)
+    judge_types(facts, found)
+    if len(lens) == 2:
+        _judge_rows(q_lens, kv_lens, found)
+    if not found and k is not None and v is not None:
+        judge_tokens(spec, [("k", k), ("v", v)], slice(None), found)
+    return found
+
+
+def _judge_rows(
+    q_lens: Int32[np.ndarray, " num_sequences"], kv_lens: Int32[np.ndarray, " num_sequences"], found: Violations
+) -> None:
+    for (i,) in found.where(q_lens < 0):
+        q_len = int(q_lens[i])
+        found.add(f"q_lens[{i}]", f"{q_len=} must be greater or equal to 0 at sequence {i}.")
+    for (i,) in found.where(q_lens > kv_lens):
+        q_len, kv_len = int(q_lens[i]), int(kv_lens[i])
+        found.add(f"kv_lens[{i}]", f"{q_len=} must be less or equal to {kv_len=} at sequence {i}.")
