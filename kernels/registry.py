@@ -1,0 +1,54 @@
+"""Which implementations exist, and which one serves a cache."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from attnd.kernels.contract import CacheSpec, Implementation
+from attnd.kernels.errors import UnsupportedError
+from attnd.kernels.reference import Reference
+from attnd.kernels.xla import Xla
+
+AUTO: Final = "auto"
+_IMPLEMENTATIONS: Final[Mapping[str, Callable[[], Implementation[Any]]]] = {"reference": Reference, "xla": Xla}
+_PLANNED: Final = ("pallas", "pallas_interpret", "jax_ops", "numba")
+# What "auto" tries on a platform, in this order; on any other platform, plain JAX.
+_PREFERRED: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("xla",)}
+
+
+def names() -> tuple[str, ...]:
+    """Returns the names that `create` knows."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def create(name: str) -> Implementation[Any]:
+    """Returns a new implementation, with programs of its own.
+
+    Raises:
+        UnsupportedError: This build has no implementation of that name.
+    """
+    if name in _PLANNED:
+        raise UnsupportedError(f"implementation={name!r} is not part of this build; it has {', '.join(names())}.")
+    if name not in _IMPLEMENTATIONS:
+        raise UnsupportedError(f"implementation={name!r} must be one of {', '.join((AUTO, *names()))}.")
+    return _IMPLEMENTATIONS[name]()
+
+
+def choose(spec: CacheSpec, platform: str, name: str = AUTO) -> Implementation[Any]:
+    """Returns the implementation that serves caches of a shape.
+
+    Args:
+        spec: Shape of the cache.
+        platform: JAX's name of the backend: "cpu", "tpu", "gpu".
+        name: An implementation, or "auto" for the first that supports the shape.
+
+    Raises:
+        UnsupportedError: The named implementation does not exist or cannot serve the shape, or none can.
+    """
+    reasons = []
+    for candidate in _PREFERRED.get(platform, ("xla",)) if name == AUTO else (name,):
+        implementation = create(candidate)
+        reason = implementation.unsupported(spec)
+        if reason is None:
+            return implementation
+        reasons.append(f"{candidate}: {reason}")
+    raise UnsupportedError("; ".join(reasons))

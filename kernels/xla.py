@@ -1,0 +1,159 @@
+"""Plain JAX on the host's CPU, over pages that NumPy owns and JAX aliases."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Float, Float32, Int32, Shaped
+
+from attnd.kernels.contract import Attended, AttentionOptions, CacheSpec, KernelHints, KernelTimings, RaggedBatch
+from attnd.kernels.host_pages import HostPages
+from attnd.kernels.xla_kernel import Pool
+from attnd.kernels.xla_programs import BUCKETS, Programs, paging_of, program_shape
+from attnd.kernels.xla_results import Results
+from attnd.kernels.xla_work import Work, plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XlaPages:
+    """Pages that NumPy owns and writes, and JAX's aliases of them by layer."""
+
+    host: HostPages
+    pools: tuple[Pool[jax.Array], ...]
+
+    @property
+    def spec(self) -> CacheSpec:
+        """Shape of the cache."""
+        return self.host.spec
+
+
+class Xla:
+    """Attends with XLA:CPU in float32; pages change in place.
+
+    Programs depend on the cache's shape, the number of query heads, a bucket and whether there is a soft cap;
+    everything else is a run-time argument. NumPy writes pages and inputs only while no program runs.
+    """
+
+    name = "xla"
+
+    def __init__(self) -> None:
+        self._num_threads = os.cpu_count() or 1
+        self._workers = ThreadPoolExecutor(max_workers=self._num_threads, thread_name_prefix="attnd-xla")
+        self._programs = Programs()
+        self._planned: tuple[RaggedBatch, int | None, CacheSpec, Work] | None = None
+
+    @property
+    def num_compiled_programs(self) -> int:
+        """Programs compiled so far."""
+        return len(self._programs)
+
+    def unsupported(self, spec: CacheSpec) -> str | None:  # noqa: ARG002 - part of the protocol
+        """Returns None: every shape is served."""
+        return None
+
+    def allocate(self, spec: CacheSpec) -> XlaPages:
+        """Returns zeroed pages whose memory has been touched."""
+        host = HostPages.zeros(spec)
+        return XlaPages(host=host, pools=self._programs.pools(host))
+
+    def write(
+        self,
+        pages: XlaPages,
+        layer: int,
+        page_indices: Int32[np.ndarray, " n"],
+        kv_pages: Shaped[np.ndarray, "..."],
+        scales: Float32[np.ndarray, "..."] | None = None,
+    ) -> None:
+        """Overwrites whole pages of a layer."""
+        pages.host.write(layer, page_indices, kv_pages, scales)
+
+    def read(
+        self, pages: XlaPages, layer: int, page_indices: Int32[np.ndarray, " n"]
+    ) -> tuple[Shaped[np.ndarray, "..."], Float32[np.ndarray, "..."] | None]:
+        """Returns copies of whole pages of a layer, and their scales."""
+        return pages.host.read(layer, page_indices)
+
+    def clear(self, pages: XlaPages, page_indices: Int32[np.ndarray, " n"]) -> None:
+        """Zeroes pages in every layer."""
+        pages.host.clear(page_indices)
+
+    def warm_up(self, spec: CacheSpec, num_q_heads: int, on_progress: Callable[[int, int], None] | None = None) -> int:
+        """Compiles every program that calls with `num_q_heads` can need; returns how many were new.
+
+        Args:
+            spec: Shape of the cache.
+            num_q_heads: Query heads.
+            on_progress: Told how many programs of how many are ready, after each.
+        """
+        shapes = [
+            program_shape(spec, num_q_heads, bucket, capped=capped) for bucket in BUCKETS for capped in (False, True)
+        ]
+        missing = [shape for shape in shapes if shape not in self._programs]
+        for done, _ in enumerate(self._workers.map(self._programs.compile, missing), 1):
+            if on_progress is not None:
+                on_progress(len(shapes) - len(missing) + done, len(shapes))
+        return len(missing)
+
+    def attend(
+        self,
+        pages: XlaPages,
+        layer: int,
+        batch: RaggedBatch,
+        q: Float[np.ndarray, "tokens num_q_heads head_dim"],
+        *,
+        k: Shaped[np.ndarray, "tokens num_kv_heads head_dim"] | None = None,
+        v: Shaped[np.ndarray, "tokens num_kv_heads head_dim"] | None = None,
+        options: AttentionOptions,
+        hints: KernelHints,  # noqa: ARG002 - part of the protocol
+    ) -> Attended:
+        """Writes k and v to their slots, if given, then attends. Padding rows of the output are zero."""
+        started_ns = time.perf_counter_ns()
+        if k is not None and v is not None:
+            pages.host.append(layer, batch, k, v)
+        written_ns = time.perf_counter_ns()
+        work = self._plan(batch, options.sliding_window, pages.spec)
+        self._compile_missing(pages.spec, q.shape[1], work, options)
+        compiled_ns = time.perf_counter_ns()
+        results = Results(q, num_tokens=batch.num_tokens, v_scale=options.v_scale or 1.0, merges=work.merges)
+
+        def run(thread: int) -> None:
+            for call in work.threads[thread]:
+                shape = program_shape(pages.spec, q.shape[1], call.bucket, capped=options.soft_cap is not None)
+                results.add(call, *self._programs.run(shape, pages.pools[layer], call, q, options, thread=thread))
+
+        others = [self._workers.submit(run, thread) for thread in range(1, len(work.threads))]
+        run(0)
+        for other in others:
+            other.result()
+        results.merge()
+        return Attended(
+            out=results.out,
+            lse_natural=results.lse if options.return_lse else None,
+            timings=KernelTimings(
+                write_ns=written_ns - started_ns,
+                compile_ns=compiled_ns - written_ns,
+                kernel_ns=time.perf_counter_ns() - compiled_ns,
+            ),
+        )
+
+    def _plan(self, batch: RaggedBatch, sliding_window: int | None, spec: CacheSpec) -> Work:
+        """Returns the work of a batch; the layers of a step, which share their batch, plan it once."""
+        if self._planned is not None:
+            planned, window, planned_spec, work = self._planned
+            if planned is batch and window == sliding_window and planned_spec is spec:
+                return work
+        work = plan(batch, sliding_window, paging_of(spec), BUCKETS, self._num_threads)
+        self._planned = (batch, sliding_window, spec, work)
+        return work
+
+    def _compile_missing(self, spec: CacheSpec, num_q_heads: int, work: Work, options: AttentionOptions) -> None:
+        """Compiles what `warm_up` has not."""
+        for calls in work.threads:
+            for call in calls:
+                shape = program_shape(spec, num_q_heads, call.bucket, capped=options.soft_cap is not None)
+                if shape not in self._programs:
+                    self._programs.compile(shape)

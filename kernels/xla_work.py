@@ -1,0 +1,203 @@
+"""From a ragged batch to calls of programs: blocks of queries, their keys, and who works on them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from attnd.kernels.contract import RaggedBatch
+
+# A second thread costs about as much as this many multiplications of a query head with a key.
+WORTH_A_THREAD: Final = 1 << 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """The sizes of a program: it takes up to `items` blocks of up to `queries` queries of one sequence."""
+
+    queries: int
+    items: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paging:
+    """How programs see the pages.
+
+    Attributes:
+        page_size: Tokens of a page as programs see it: a divisor of the cache's, so that a page is at most a tile.
+        parts: Such pages in one of the cache's.
+        tile: Keys of a step.
+        slots: Most pages of a call.
+    """
+
+    page_size: int
+    parts: int
+    tile: int
+    slots: int
+
+    @classmethod
+    def of(cls, page_size: int, tile: int, slots: int) -> "Paging":
+        """Returns the paging of a cache, for tiles of about `tile` keys."""
+        part = max(size for size in range(1, min(tile, page_size) + 1) if page_size % size == 0)
+        return cls(page_size=part, parts=page_size // part, tile=tile // part * part, slots=slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a program.
+
+    Attributes:
+        bucket: Sizes of the program.
+        tokens: Row in the batch's q of each item's first query.
+        lengths: Queries of each item.
+        items: Rows of `xla_kernel.Item`.
+        table: Pages of the items, item after item.
+    """
+
+    bucket: Bucket
+    tokens: Int64[np.ndarray, " n"]
+    lengths: Int64[np.ndarray, " n"]
+    items: Int32[np.ndarray, "n 5"]
+    table: Int32[np.ndarray, " slots"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The calls of each thread, and whether results of one query must be merged."""
+
+    threads: Sequence[Sequence[Call]]
+    merges: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Blocks of queries with ranges of keys, a column for each property; `_take` selects some."""
+
+    seq: Int64[np.ndarray, " n"]
+    token: Int64[np.ndarray, " n"]
+    length: Int64[np.ndarray, " n"]
+    position: Int64[np.ndarray, " n"]
+    start: Int64[np.ndarray, " n"]
+    end: Int64[np.ndarray, " n"]
+
+
+def plan(
+    batch: RaggedBatch, sliding_window: int | None, paging: Paging, buckets: Sequence[Bucket], num_threads: int
+) -> Work:
+    """Returns the calls that attend over a batch.
+
+    Args:
+        batch: Validated metadata.
+        sliding_window: Keys that a query sees; pages before them are not touched.
+        paging: How programs see the pages.
+        buckets: Sizes of the programs, from few queries and items to many.
+        num_threads: Threads that may work side by side.
+    """
+    queries = np.array(sorted({bucket.queries for bucket in buckets}))
+    sizes = queries[np.minimum(np.searchsorted(queries, batch.q_lens), len(queries) - 1)]
+    blocks = _blocks(batch, sizes, sliding_window, paging)
+    whole = len(blocks.seq)
+    keys = np.sum((blocks.end - blocks.start) * blocks.length)
+    threads = min(num_threads, max(1, int(keys) // WORTH_A_THREAD))
+    keys_max = paging.slots * paging.page_size
+    if len(blocks.seq) < threads:
+        keys_max = min(keys_max, -(-int(np.max(blocks.end - blocks.start)) // threads))
+    blocks = _split(blocks, max(paging.tile, keys_max // paging.tile * paging.tile))
+    size_of = sizes[blocks.seq]
+    shares = _shares((blocks.end - blocks.start) * size_of, threads)
+    return Work(
+        threads=[
+            [
+                call
+                for size in queries
+                for call in _calls(
+                    batch, _take(blocks, np.flatnonzero((shares == thread) & (size_of == size))), paging,
+                    [bucket for bucket in buckets if bucket.queries == size],
+                )
+            ]
+            for thread in range(threads)
+        ],
+        merges=len(blocks.seq) > whole,
+    )  # fmt: skip
+
+
+def _blocks(batch: RaggedBatch, sizes: np.ndarray, sliding_window: int | None, paging: Paging) -> Blocks:
+    """Cuts every sequence's queries into blocks of its size."""
+    counts = -(-batch.q_lens // sizes)
+    seq = np.repeat(np.arange(batch.num_seqs), counts)
+    ordinal = np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)
+    offset = ordinal * sizes[seq]
+    length = np.minimum(sizes[seq], batch.q_lens[seq] - offset)
+    position = (batch.kv_lens - batch.q_lens)[seq] + offset
+    first = np.zeros_like(position) if sliding_window is None else np.maximum(position - sliding_window + 1, 0)
+    return Blocks(
+        seq=seq,
+        token=batch.cu_q_lens[seq] + offset,
+        length=length,
+        position=position,
+        start=first // paging.page_size * paging.page_size,
+        end=position + length,
+    )
+
+
+def _split(blocks: Blocks, keys_max: int) -> Blocks:
+    """Cuts ranges of keys that are longer than `keys_max`."""
+    counts = -(-(blocks.end - blocks.start) // keys_max)
+    if np.all(counts == 1):
+        return blocks
+    index = np.repeat(np.arange(len(counts)), counts)
+    part = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    parts = _take(blocks, index)
+    start = parts.start + part * keys_max
+    return Blocks(
+        seq=parts.seq, token=parts.token, length=parts.length, position=parts.position,
+        start=start, end=np.minimum(parts.end, start + keys_max),
+    )  # fmt: skip
+
+
+def _shares(costs: Int64[np.ndarray, " n"], num_threads: int) -> Int64[np.ndarray, " n"]:
+    """Gives every block to a thread: the next largest to the one with the least to do."""
+    shares = np.zeros(len(costs), np.int64)
+    if num_threads == 1:
+        return shares
+    loads = [0] * num_threads
+    for i in np.argsort(-costs, kind="stable"):
+        shares[i] = loads.index(min(loads))
+        loads[shares[i]] += int(costs[i])
+    return shares
+
+
+def _calls(batch: RaggedBatch, blocks: Blocks, paging: Paging, buckets: Sequence[Bucket]) -> list[Call]:
+    """Cuts one thread's blocks of one size into calls that fit the largest bucket and the table."""
+    calls = []
+    pages = -(-(blocks.end - blocks.start) // paging.page_size)
+    ends = np.cumsum(pages)
+    first = 0
+    while first < len(pages):
+        used = ends[first] - pages[first]
+        fitting = int(np.searchsorted(ends, used + paging.slots, side="right"))
+        last = min(fitting, first + buckets[-1].items)
+        bucket = next(bucket for bucket in buckets if bucket.items >= last - first)
+        calls.append(_call(batch, _take(blocks, slice(first, last)), pages[first:last], paging, bucket))
+        first = last
+    return calls
+
+
+def _call(batch: RaggedBatch, blocks: Blocks, pages: Int64[np.ndarray, " n"], paging: Paging, bucket: Bucket) -> Call:
+    slot = np.cumsum(pages) - pages
+    index = np.arange(int(pages.sum())) + np.repeat(blocks.start // paging.page_size - slot, pages)
+    table = batch.page_indices[np.repeat(blocks.seq, pages), index // paging.parts]
+    if paging.parts > 1:
+        table = table * np.int32(paging.parts) + (index % paging.parts).astype(np.int32)
+    rows = np.arange(len(pages)) * bucket.queries
+    items = np.stack([rows, blocks.position, slot, blocks.start, blocks.end], axis=1).astype(np.int32)
+    return Call(bucket=bucket, tokens=blocks.token, lengths=blocks.length, items=items, table=table)
+
+
+def _take(blocks: Blocks, index: np.ndarray | slice) -> Blocks:
+    return Blocks(
+        seq=blocks.seq[index], token=blocks.token[index], length=blocks.length[index],
+        position=blocks.position[index], start=blocks.start[index], end=blocks.end[index],
+    )  # fmt: skip

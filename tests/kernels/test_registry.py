@@ -1,0 +1,32 @@
+"""Which implementation serves a cache."""
+
+import numpy as np
+import pytest
+
+from attnd.kernels import registry
+from attnd.kernels.contract import CacheSpec, Layout
+from attnd.kernels.errors import UnsupportedError
+
+SPEC = CacheSpec(
+    layout=Layout.SPLIT, num_layers=1, num_pages=4, page_size=8, num_kv_heads=1, head_dim=8, dtype=np.dtype(np.float32)
+)
+
+
+def test_auto_off_tpu_is_plain_jax():
+    assert registry.choose(SPEC, "cpu").name == "xla"
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_named_implementation_is_created_under_its_name(name):
+    assert registry.choose(SPEC, "cpu", name).name == name
+
+
+@pytest.mark.parametrize("name", ["pallas", "pallas_interpret", "jax_ops", "numba"])
+def test_implementation_outside_the_build_is_unsupported_and_says_so(name):
+    with pytest.raises(UnsupportedError, match=f"'{name}' is not part of this build"):
+        registry.choose(SPEC, "cpu", name)
+
+
+def test_unknown_implementation_is_unsupported_and_the_known_are_named():
+    with pytest.raises(UnsupportedError, match="'cuda' must be one of auto, reference, xla"):
+        registry.choose(SPEC, "cpu", "cuda")
