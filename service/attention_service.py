@@ -1,0 +1,139 @@
+"""AttentionService: one handler for each RPC; errors meet the table in `status.py`."""
+
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from attnd.kernels import validation
+from attnd.kernels.contract import KernelHints, Layout
+from attnd.service import decode, encode
+from attnd.service.attending import AttentionCall
+from attnd.service.caches import Cache, CacheRegistry
+from attnd.service.engine import Engine
+from attnd.service.rpc import Caller, unimplemented
+from attnd.v1 import attention_pb2 as pb
+
+_RAGGED_METADATA: Final = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
+
+Response = TypeVar("Response", pb.RaggedPagedAttentionResponse, pb.PagedAttentionResponse, pb.AttendResponse)
+
+
+class AttentionHandlers:
+    """Handlers of attnd.v1.AttentionService."""
+
+    session = staticmethod(unimplemented)
+
+    def __init__(self, caches: CacheRegistry, engine: Engine) -> None:
+        self._caches = caches
+        self._engine = engine
+
+    async def ragged_paged_attention(
+        self, request: pb.RaggedPagedAttentionRequest, caller: Caller
+    ) -> pb.RaggedPagedAttentionResponse:
+        """Attends over pages of the client's, as JAX's `ragged_paged_attention` does."""
+        cache = self._caches.by_id(request.cache_id)
+        cache.require_pages_by_client()
+        cache.require_layout(Layout.INTERLEAVED)
+        return await self._answer(_ragged_call(cache, request), caller, pb.RaggedPagedAttentionResponse)
+
+    async def paged_attention(self, request: pb.PagedAttentionRequest, caller: Caller) -> pb.PagedAttentionResponse:
+        """Attends over pages of the client's, as JAX's `paged_attention` does."""
+        cache = self._caches.by_id(request.cache_id)
+        cache.require_pages_by_client()
+        cache.require_layout(Layout.SPLIT)
+        return await self._answer(_decode_call(cache, request), caller, pb.PagedAttentionResponse)
+
+    async def attend(self, request: pb.AttendRequest, caller: Caller) -> pb.AttendResponse:
+        """Attends over sequences, taking pages as they grow."""
+        cache = self._caches.by_id(request.cache_id)
+        sequences = cache.require_sequences()
+        call = await _sequence_call(cache, request)
+        reservation = call.reservation
+        assert reservation is not None
+        return await self._answer(
+            call, caller, pb.AttendResponse, lambda done: sequences.settle(reservation, commit=done)
+        )
+
+    async def validate_batch(self, request: pb.ValidateBatchRequest, _caller: Caller) -> pb.ValidateBatchResponse:
+        """Names every violation of a batch."""
+        cache = self._caches.by_id(request.cache_id)
+        violations = validation.ragged_violations(
+            cache.spec,
+            decode.array_info(request),
+            **decode.arrays(request, _RAGGED_METADATA),
+            options=decode.options(request.options),
+            hints=decode.ragged_hints(request),
+        )
+        return encode.violations(violations)
+
+    async def _answer(
+        self,
+        call: AttentionCall,
+        caller: Caller,
+        response_class: type[Response],
+        settle: Callable[[bool], None] = lambda _done: None,
+    ) -> Response:
+        validate_ns = time.monotonic_ns() - caller.received_at_ns
+        ran = await self._engine.run(call.run, expires_at=caller.expires_at, settle=settle)
+        return encode.attended(response_class, ran, call.cache.implementation.name, validate_ns)
+
+
+def _ragged_call(cache: Cache, request: pb.RaggedPagedAttentionRequest) -> AttentionCall:
+    layer = validation.layer_index(cache.spec, request.layer)
+    q = decode.array(request, "q")
+    k, v = decode.optional_array(request, "k"), decode.optional_array(request, "v")
+    options, hints = decode.options(request.options), decode.ragged_hints(request)
+    metadata = decode.arrays(request, _RAGGED_METADATA)
+    batch = validation.ragged_batch(cache.spec, q, **metadata, k=k, v=v, options=options, hints=hints)
+    return AttentionCall(cache=cache, layer=layer, batch=batch, q=q, k=k, v=v, options=options, hints=hints)
+
+
+def _decode_call(cache: Cache, request: pb.PagedAttentionRequest) -> AttentionCall:
+    layer = validation.layer_index(cache.spec, request.layer)
+    q = decode.array(request, "q")
+    k, v = decode.optional_array(request, "k"), decode.optional_array(request, "v")
+    options, hints = decode.decode_options(request), decode.decode_hints(request)
+    metadata = decode.arrays(request, ("lengths", "page_indices"))
+    decoded = validation.decode_batch(cache.spec, q, **metadata, k=k, v=v, options=options, hints=hints)
+    cache.require_megacore(hints.megacore_mode)
+    return AttentionCall(
+        cache=cache,
+        layer=layer,
+        batch=decoded.batch,
+        q=q,
+        k=k,
+        v=v,
+        options=options,
+        hints=hints,
+        rows=decoded.rows,
+    )
+
+
+async def _sequence_call(cache: Cache, request: pb.AttendRequest) -> AttentionCall:
+    layer = validation.layer_index(cache.spec, request.layer)
+    q = decode.array(request, "q")
+    k, v = decode.optional_array(request, "k"), decode.optional_array(request, "v")
+    options = decode.options(request.options)
+    lens = validation.step_lens(
+        cache.spec,
+        q,
+        **decode.arrays(request, ("q_lens", "kv_lens")),
+        num_sequences=len(request.sequences),
+        k=k,
+        v=v,
+        options=options,
+    )
+    reservation = await cache.require_sequences().reserve(
+        request.sequences, lens.q_lens, lens.kv_lens, layer, append=k is not None
+    )
+    return AttentionCall(
+        cache=cache,
+        layer=layer,
+        batch=reservation.batch,
+        q=q,
+        k=k,
+        v=v,
+        options=options,
+        hints=KernelHints(),
+        reservation=reservation,
+    )

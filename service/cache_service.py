@@ -1,0 +1,109 @@
+"""CacheService: one handler for each RPC; errors meet the table in `status.py`."""
+
+import math
+
+import numpy as np
+
+from attnd.kernels import validation
+from attnd.kernels.stored import stored
+from attnd.service import decode, encode
+from attnd.service.caches import CacheRegistry
+from attnd.service.engine import Engine
+from attnd.service.errors import ResourceExhaustedError
+from attnd.service.rpc import Caller, unimplemented
+from attnd.v1 import cache_pb2 as pb
+from attnd.v1 import limits, tensors
+
+
+class CacheHandlers:
+    """Handlers of attnd.v1.CacheService."""
+
+    fork_sequence = staticmethod(unimplemented)
+    truncate_sequence = staticmethod(unimplemented)
+    keep_alive = staticmethod(unimplemented)
+    save_cache = staticmethod(unimplemented)
+    restore_cache = staticmethod(unimplemented)
+
+    def __init__(self, caches: CacheRegistry, engine: Engine) -> None:
+        self._caches = caches
+        self._engine = engine
+
+    async def create_cache(self, request: pb.CreateCacheRequest, _caller: Caller) -> pb.CreateCacheResponse:
+        """Creates a cache and compiles its kernels."""
+        spec, pages_by = decode.cache_spec(request.spec), decode.pages_by(request.pages_by)
+        num_q_heads = request.num_q_heads if request.HasField("num_q_heads") else None
+        cache = await self._caches.create(request.name, spec, pages_by, num_q_heads)
+        return pb.CreateCacheResponse(cache=encode.cache(cache))
+
+    async def get_cache(self, request: pb.GetCacheRequest, _caller: Caller) -> pb.GetCacheResponse:
+        """Returns a cache by name."""
+        return pb.GetCacheResponse(cache=encode.cache(self._caches.by_name(request.name)))
+
+    async def list_caches(self, _request: pb.ListCachesRequest, _caller: Caller) -> pb.ListCachesResponse:
+        """Lists all caches."""
+        return pb.ListCachesResponse(caches=[encode.cache(cache) for cache in self._caches.all()])
+
+    async def delete_cache(self, request: pb.DeleteCacheRequest, _caller: Caller) -> pb.DeleteCacheResponse:
+        """Deletes a cache."""
+        self._caches.delete(request.cache_id)
+        return pb.DeleteCacheResponse()
+
+    async def write_pages(self, request: pb.WritePagesRequest, caller: Caller) -> pb.WritePagesResponse:
+        """Writes whole pages of one layer."""
+        cache = self._caches.by_id(request.cache_id)
+        cache.require_pages_by_client()
+        layer = validation.layer_index(cache.spec, request.layer)
+        pages = decode.array(request, "kv_pages")
+        scales = decode.optional_array(request, "scales")
+        page_indices = decode.array(request, "page_indices")
+        validation.page_writes(cache.spec, page_indices, pages, scales)
+
+        def write() -> None:
+            cache.implementation.write(cache.pages, layer, page_indices, *stored(cache.spec, pages, scales))
+
+        await self._engine.run(write, expires_at=caller.expires_at)
+        return pb.WritePagesResponse()
+
+    async def read_pages(self, request: pb.ReadPagesRequest, caller: Caller) -> pb.ReadPagesResponse:
+        """Reads whole pages of one layer."""
+        cache = self._caches.by_id(request.cache_id)
+        cache.require_pages_by_client()
+        layer = validation.layer_index(cache.spec, request.layer)
+        page_indices = validation.page_reads(cache.spec, decode.array(request, "page_indices"))
+        size_bytes = math.prod(cache.spec.pages_shape(len(page_indices))) * cache.spec.dtype.itemsize
+        _require_message_fits(size_bytes)
+
+        def read() -> tuple[np.ndarray, np.ndarray | None]:
+            return cache.implementation.read(cache.pages, layer, page_indices)
+
+        pages, scales = (await self._engine.run(read, expires_at=caller.expires_at)).value
+        response = pb.ReadPagesResponse(kv_pages=tensors.to_tensor(pages))
+        if scales is not None:
+            response.scales.CopyFrom(tensors.to_tensor(scales))
+        return response
+
+    async def create_sequences(self, request: pb.CreateSequencesRequest, _caller: Caller) -> pb.CreateSequencesResponse:
+        """Creates empty sequences."""
+        sequences = self._caches.by_id(request.cache_id).require_sequences()
+        return pb.CreateSequencesResponse(sequences=sequences.create(request.num_sequences))
+
+    async def release_sequences(
+        self, request: pb.ReleaseSequencesRequest, _caller: Caller
+    ) -> pb.ReleaseSequencesResponse:
+        """Releases sequences and their pages."""
+        sequences = self._caches.by_id(request.cache_id).require_sequences()
+        sequences.release(request.sequences)
+        await self._engine.flush()  # pages are free only once they are cleared
+        return pb.ReleaseSequencesResponse()
+
+    async def list_sequences(self, request: pb.ListSequencesRequest, _caller: Caller) -> pb.ListSequencesResponse:
+        """Lists the sequences of a cache."""
+        sequences = self._caches.by_id(request.cache_id).require_sequences()
+        return pb.ListSequencesResponse(sequences=[encode.sequence(sequence) for sequence in sequences])
+
+
+def _require_message_fits(size_bytes: int) -> None:
+    if size_bytes > limits.MESSAGE_BYTES_MAX:
+        most = limits.MESSAGE_BYTES_MAX
+        message = f"The pages take {size_bytes} bytes, a message holds at most {most}: read fewer at a time."
+        raise ResourceExhaustedError("MESSAGE_TOO_LARGE", message)

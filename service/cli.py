@@ -1,0 +1,104 @@
+"""The command `attnd`."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated, Final
+
+import grpc
+import typer
+
+from attnd.kernels.errors import UnsupportedError
+from attnd.service.config import ConfigError, ServerConfig, TlsConfig
+from attnd.service.info import print_info
+
+_DEFAULTS: Final = ServerConfig()
+
+app = typer.Typer(
+    name="attnd",
+    help="Ragged and paged attention as a gRPC service.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(envvar="ATTND_HOST", help="Address to listen on.")] = _DEFAULTS.host,
+    port: Annotated[int, typer.Option(envvar="ATTND_PORT", help="Port; 0 picks a free one.")] = _DEFAULTS.port,
+    implementation: Annotated[
+        str, typer.Option(envvar="ATTND_IMPLEMENTATION", help="Kernels: auto, xla or reference.")
+    ] = _DEFAULTS.implementation,
+    cache_bytes_max: Annotated[
+        int | None,
+        typer.Option(envvar="ATTND_CACHE_BYTES_MAX", help="Bytes of all caches. Default: 80 % of the memory."),
+    ] = None,
+    queue_depth_max: Annotated[
+        int, typer.Option(envvar="ATTND_QUEUE_DEPTH_MAX", help="Calls that may wait.")
+    ] = _DEFAULTS.queue_depth_max,
+    grace_s: Annotated[
+        float, typer.Option(envvar="ATTND_GRACE_S", help="Seconds for calls in flight after SIGTERM.")
+    ] = _DEFAULTS.grace_s,
+    tls_cert: Annotated[Path | None, typer.Option(envvar="ATTND_TLS_CERT", help="PEM chain of the server.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(envvar="ATTND_TLS_KEY", help="PEM key of the server.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(envvar="ATTND_TLS_CLIENT_CA", help="PEM authorities; clients need a certificate.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(envvar="ATTND_LOG_LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+) -> None:
+    """Serves attention until SIGTERM or SIGINT.
+
+    Prints `attnd serving on HOST:PORT` on stdout when ready; the log goes to stderr.
+    """
+    from attnd.service import server  # noqa: PLC0415 - imports jax, which `attnd --help` should not wait for
+
+    try:
+        logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        config = ServerConfig(
+            host=host,
+            port=port,
+            tls=_tls(tls_cert, tls_key, tls_client_ca),
+            implementation=implementation,
+            cache_bytes_max=cache_bytes_max,
+            queue_depth_max=queue_depth_max,
+            grace_s=grace_s,
+        )
+        asyncio.run(server.serve(config))
+    except (ValueError, UnsupportedError) as error:
+        raise _failure(str(error)) from error
+
+
+@app.command()
+def info(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the server.")] = "127.0.0.1:50051",
+    tls_ca: Annotated[Path | None, typer.Option(help="PEM authorities to trust; with it, TLS is used.")] = None,
+) -> None:
+    """Prints what a server is and which caches it holds."""
+    credentials = None if tls_ca is None else grpc.ssl_channel_credentials(tls_ca.read_bytes())
+    try:
+        print_info(address, credentials)
+    except grpc.RpcError as error:
+        raise _failure(f"No attnd server answers at {address}: {error.details()}") from error
+
+
+def main() -> None:
+    """Runs the command line."""
+    app()
+
+
+def _tls(cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> TlsConfig | None:
+    if cert_file is None and key_file is None and client_ca_file is None:
+        return None
+    if cert_file is None or key_file is None:
+        raise ConfigError("TLS needs both --tls-cert and --tls-key.")
+    return TlsConfig(cert_file=cert_file, key_file=key_file, client_ca_file=client_ca_file)
+
+
+def _failure(message: str) -> typer.Exit:
+    typer.echo(f"attnd: {message}", err=True)
+    return typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

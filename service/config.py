@@ -1,0 +1,82 @@
+"""What an operator decides, with its defaults. The only place that looks at the machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MEMORY_SHARE = 0.8
+"""Share of the machine's memory that caches may take unless told otherwise."""
+
+
+class ConfigError(ValueError):
+    """A setting that no server can run with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """Files of a TLS server. Read anew for each connection, so that certificates can be rotated.
+
+    Attributes:
+        cert_file: PEM chain of the server.
+        key_file: PEM key of the server.
+        client_ca_file: PEM certificates that sign clients; with it, clients must present one.
+    """
+
+    cert_file: Path
+    key_file: Path
+    client_ca_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for file in (self.cert_file, self.key_file, self.client_ca_file):
+            if file is not None and not file.is_file():
+                raise ConfigError(f"TLS file {file} does not exist.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How a server runs.
+
+    Attributes:
+        host: Address to listen on. Loopback by default: whoever reaches the port can read every cache.
+        port: TCP port; 0 picks a free one.
+        tls: TLS files; None serves plaintext.
+        implementation: Name of the kernels' implementation, or "auto".
+        cache_bytes_max: Bytes that all caches together may take; None for `MEMORY_SHARE` of the machine's.
+        queue_depth_max: Calls that may wait for the engine.
+        grace_s: Seconds that calls in flight have to end after SIGTERM.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    tls: TlsConfig | None = None
+    implementation: str = "auto"
+    cache_bytes_max: int | None = None
+    queue_depth_max: int = 1024
+    grace_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} must be in [0, 65535].")
+        if self.queue_depth_max < 1:
+            raise ConfigError(f"queue_depth_max={self.queue_depth_max} must be positive.")
+        if self.cache_bytes_max is not None and self.cache_bytes_max < 1:
+            raise ConfigError(f"cache_bytes_max={self.cache_bytes_max} must be positive.")
+        if not self.grace_s >= 0:
+            raise ConfigError(f"grace_s={self.grace_s} must not be negative.")
+
+    @property
+    def address(self) -> str:
+        """Host and port as gRPC takes them."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def cache_memory_bytes(self) -> int:
+        """Bytes that all caches together may take."""
+        if self.cache_bytes_max is not None:
+            return self.cache_bytes_max
+        return int(psutil.virtual_memory().total * MEMORY_SHARE)

@@ -1,0 +1,153 @@
+"""The engine: the only thread that touches device arrays, fed through a bounded queue."""
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+from attnd.service.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
+
+T = TypeVar("T")
+
+QUEUE_FULL_RETRY_S: Final = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+def _ignore(_done: bool) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Ran(Generic[T]):
+    """What a job gave, and how long it waited for its turn, in nanoseconds."""
+
+    value: T
+    queue_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    work: Callable[[], Any]
+    settle: Callable[[bool], None]
+    expires_at: float
+    future: "asyncio.Future[Ran[Any]]"
+    queued_at_ns: int = field(default_factory=time.monotonic_ns)
+
+
+class Engine:
+    """Runs jobs one after another on a thread of its own.
+
+    All methods are called from the event loop's thread. A job is settled exactly once, on that thread, after its work
+    has ended or was dropped, whatever became of the call that asked for it: so pages stay pinned while a kernel uses
+    them, and only work whose caller still waits is committed.
+    """
+
+    def __init__(self, *, queue_depth_max: int) -> None:
+        self._queue_depth_max = queue_depth_max
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._depth = 0
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._serve, name="attnd-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def depth(self) -> int:
+        """Jobs that wait or run."""
+        return self._depth
+
+    async def run(
+        self, work: Callable[[], T], *, expires_at: float = math.inf, settle: Callable[[bool], None] = _ignore
+    ) -> Ran[T]:
+        """Runs `work` on the engine's thread and returns what it gives.
+
+        Args:
+            work: The job. It is dropped if its caller is gone, or its time is up, before its turn.
+            expires_at: `time.monotonic()` after which the work must not begin.
+            settle: Called on the event loop's thread when the work has ended or was dropped, before this returns;
+                with True if the work succeeded and its caller still waits. Called, too, when the queue is full.
+
+        Raises:
+            ResourceExhaustedError: The queue is full.
+            UnavailableError: The engine is stopping.
+            DeadlineExceededError: The time was up before the job's turn.
+            Exception: Whatever `work` raises.
+        """
+        if self._depth >= self._queue_depth_max:
+            settle(False)
+            message = f"The queue is full: queue_depth_max={self._queue_depth_max} calls wait for the engine."
+            raise ResourceExhaustedError("QUEUE_FULL", message, retry_delay_s=QUEUE_FULL_RETRY_S)
+        return await self._put(work, settle, expires_at)
+
+    def post(self, work: Callable[[], None], settle: Callable[[bool], None]) -> None:
+        """Queues work of the server's own, which no call waits for and no bound refuses."""
+        self._put(work, settle, math.inf).add_done_callback(_report)
+
+    async def flush(self) -> None:
+        """Returns when the jobs queued before have been settled."""
+        await self._put(lambda: None, _ignore, math.inf)
+
+    async def stop(self) -> None:
+        """Waits for the queue to drain and ends the thread. Later jobs are refused."""
+        self._stopping = True
+        await self._idle.wait()
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _put(
+        self, work: Callable[[], Any], settle: Callable[[bool], None], expires_at: float
+    ) -> "asyncio.Future[Ran[Any]]":
+        future: asyncio.Future[Ran[Any]] = self._loop.create_future()
+        if self._stopping:
+            settle(False)
+            future.set_exception(UnavailableError("SERVER_STOPPING", "The server is stopping."))
+            return future
+        self._depth += 1
+        self._idle.clear()
+        self._queue.put(_Job(work, settle, expires_at, future))
+        return future
+
+    def _serve(self) -> None:
+        while (job := self._queue.get()) is not None:
+            started_at_ns = time.monotonic_ns()
+            value: Any = None
+            error: Exception | None = None
+            if job.future.cancelled():
+                error = DeadlineExceededError("CALLER_GONE", "The caller is gone.")
+            elif time.monotonic() > job.expires_at:
+                error = DeadlineExceededError("QUEUED_TOO_LONG", "The deadline passed before the call's turn came.")
+            else:
+                try:
+                    value = job.work()
+                except Exception as raised:  # the caller gets it, whatever it is
+                    error = raised
+            ran = Ran(value, started_at_ns - job.queued_at_ns)
+            self._loop.call_soon_threadsafe(self._finish, job, ran, error)
+            # The loop holds the answer now; keeping it here until the next job would keep its arrays alive.
+            del job, value, ran, error
+
+    def _finish(self, job: _Job, ran: Ran[Any], error: Exception | None) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._idle.set()
+        waited_for = not job.future.cancelled()
+        job.settle(error is None and waited_for)
+        if not waited_for:
+            return
+        if error is None:
+            job.future.set_result(ran)
+        else:
+            job.future.set_exception(error)
+
+
+def _report(future: "asyncio.Future[Ran[Any]]") -> None:
+    if (error := future.exception()) is not None:
+        _log.error("work of the server's own failed", exc_info=error)

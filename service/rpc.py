@@ -1,0 +1,102 @@
+"""Bytes to bytes: how an RPC reaches its handler, and how every error becomes a status."""
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_status import rpc_status
+
+from attnd.service.errors import UnimplementedError
+from attnd.service.status import status_of
+
+# grpcio reports "no deadline" as a time of centuries.
+_NO_DEADLINE_S: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What a handler may know of the call that it serves.
+
+    Attributes:
+        expires_at: `time.monotonic()` at which its deadline passes; infinite if it has none.
+        received_at_ns: `time.monotonic_ns()` at which its message had been received.
+    """
+
+    expires_at: float
+    received_at_ns: int
+
+    @classmethod
+    def of(cls, context: "grpc.aio.ServicerContext[Any, Any]") -> "Caller":
+        """Returns the caller behind a context."""
+        remaining_s = context.time_remaining()
+        limited = remaining_s is not None and remaining_s < _NO_DEADLINE_S
+        return cls(time.monotonic() + remaining_s if limited else math.inf, time.monotonic_ns())
+
+
+Handler = Callable[[Any, Caller], Awaitable[Message]]
+
+
+def generic_handler(service: ServiceDescriptor, handlers: object) -> grpc.GenericRpcHandler:
+    """Returns the gRPC handler of a service.
+
+    Args:
+        service: Its descriptor.
+        handlers: An object with a coroutine method for each RPC, named in snake_case, that takes the request and a
+            `Caller` and returns the response; or `unimplemented`.
+
+    Raises:
+        AttributeError: An RPC of the descriptor has no handler.
+    """
+    methods = {method.name: _method(method, getattr(handlers, _snake_case(method.name))) for method in service.methods}
+    return grpc.method_handlers_generic_handler(service.full_name, methods)
+
+
+async def unimplemented(_request: Message, _caller: Caller) -> Message:
+    """Answers an RPC that this version does not serve."""
+    raise UnimplementedError("UNIMPLEMENTED", "This version of attnd does not serve this RPC.")
+
+
+def _method(method: MethodDescriptor, handler: Handler) -> "grpc.RpcMethodHandler[bytes, bytes]":
+    # Bytes in and out: gRPC would answer a malformed message with INTERNAL before any handler saw it.
+    request_class: type[Message] = GetMessageClass(method.input_type)
+
+    async def unary(data: bytes, context: "grpc.aio.ServicerContext[bytes, bytes]") -> bytes:
+        caller = Caller.of(context)
+        try:
+            response = await handler(request_class.FromString(data), caller)
+            return response.SerializeToString()
+        except Exception as error:  # the table has a status for each
+            await _abort(context, error)
+
+    async def stream(
+        _requests: "bytes | AsyncIterator[bytes]", context: "grpc.aio.ServicerContext[bytes, bytes]"
+    ) -> bytes:
+        try:
+            response = await handler(request_class(), Caller.of(context))
+            return response.SerializeToString()
+        except Exception as error:
+            await _abort(context, error)
+
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(stream)
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream)
+    return grpc.unary_unary_rpc_method_handler(unary)
+
+
+async def _abort(context: "grpc.aio.ServicerContext[bytes, bytes]", error: Exception) -> NoReturn:
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))
+    raise asyncio.CancelledError  # abort_with_status never returns; its stubs do not say so
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

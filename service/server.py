@@ -1,0 +1,112 @@
+"""The server: its parts put together, started and stopped."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+import grpc.aio
+import jax
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from attnd.service import tls
+from attnd.service.attention_service import AttentionHandlers
+from attnd.service.cache_service import CacheHandlers
+from attnd.service.caches import CacheRegistry
+from attnd.service.config import ConfigError, ServerConfig
+from attnd.service.engine import Engine
+from attnd.service.rpc import generic_handler
+from attnd.service.server_service import ServerHandlers
+from attnd.v1 import attention_pb2, cache_pb2, limits, server_pb2
+
+_OPTIONS: Final = [
+    # Two servers on one port would each get some of the connections, and each know some of the caches.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", limits.MESSAGE_BYTES_MAX),
+    # Clients ping while a call is out, so that a vanished host is noticed; by default a server cuts them off for it.
+    ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_INTERVAL_MS // 3),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that answers calls.
+
+    Attributes:
+        host: The address that it listens on.
+        port: The port that it listens on.
+    """
+
+    host: str
+    port: int
+
+
+@asynccontextmanager
+async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
+    """Runs a server in this event loop until the context ends, then lets calls in flight end.
+
+    Raises:
+        ConfigError: The address cannot be listened on, or the implementation does not exist.
+    """
+    engine = Engine(queue_depth_max=config.queue_depth_max)
+    caches = CacheRegistry(
+        engine,
+        platform=jax.default_backend(),
+        implementation=config.implementation,
+        size_bytes_max=config.cache_memory_bytes,
+    )
+    services = {
+        attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: AttentionHandlers(caches, engine),
+        cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine),
+        server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(config, caches, engine),
+    }
+    server = grpc.aio.server(options=_OPTIONS)
+    server.add_generic_rpc_handlers([generic_handler(service, handlers) for service, handlers in services.items()])
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = [service.full_name for service in services]
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    port = _listen(server, config)
+    await server.start()
+    for name in ("", *names):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield RunningServer(config.host, port)
+    finally:
+        await health_servicer.enter_graceful_shutdown()
+        await server.stop(config.grace_s)
+        await engine.stop()
+
+
+async def serve(config: ServerConfig) -> None:
+    """Runs a server until SIGTERM or SIGINT, and says on stdout when it is ready.
+
+    Raises:
+        ConfigError: As `running`.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with running(config) as server:
+        print(f"attnd serving on {server.host}:{server.port}", flush=True)  # noqa: T201 - what callers wait for
+        await stop.wait()
+        _log.info("stopping: calls in flight have %s s to end", config.grace_s)
+
+
+def _listen(server: "grpc.aio.Server", config: ServerConfig) -> int:
+    try:
+        if config.tls is None:
+            return server.add_insecure_port(config.address)
+        return server.add_secure_port(config.address, tls.server_credentials(config.tls))
+    except RuntimeError as error:
+        message = f"Cannot listen on {config.address}: is another server there, or the address not this machine's?"
+        raise ConfigError(message) from error
