@@ -1,0 +1,254 @@
+"""The awaiting client: the same methods as the blocking one, in the same order."""
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
+
+import grpc
+import grpc.aio
+import numpy.typing as npt
+
+from attnd.client import _attention, _caches, _steps
+from attnd.client._calls import METHODS, CacheHandle, Call, SequenceHandle, public
+from attnd.client._channel import CHANNEL_OPTIONS, Settings
+from attnd.client._core import Core, Sending
+from attnd.client._errors import FailedPreconditionError
+from attnd.client._info import CacheInfo, CallRecord
+
+P = ParamSpec("P")
+AnswerT = TypeVar("AnswerT")
+ResultT = TypeVar("ResultT")
+
+
+class AsyncExecutor:
+    """Runs calls over a gRPC channel of one event loop and awaits each. Tasks may share it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.core = Core(settings)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel: grpc.aio.Channel
+        self._stubs: dict[str, Callable[..., Awaitable[bytes]]]
+
+    async def run(self, call: Call[AnswerT], started_ns: int) -> AnswerT:
+        """Runs one call."""
+        self.core.check_usable()
+        self._connect()
+        conversation = self.core.converse(call, started_ns)
+        try:
+            sending = next(conversation)
+            while True:
+                try:
+                    answer = await self._send(sending)
+                except grpc.RpcError as error:
+                    sending = conversation.throw(error)
+                else:
+                    sending = conversation.send(answer)
+        except StopIteration as end:
+            result: AnswerT = end.value
+            return result
+
+    async def close(self) -> None:
+        """Closes the channel; calls that still run are cancelled."""
+        # A channel inherited through a fork is the parent's to close, and closing it here would hang.
+        open_here = self._loop is not None and not (self.core.closed or self.core.forked)
+        self.core.closed = True
+        if open_here:
+            await self._channel.close()
+
+    def _connect(self) -> None:
+        # gRPC ties a channel to the loop in which it is made, so it is made at the first call: the client itself may
+        # be made where no loop runs.
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            settings = self.core.settings
+            if settings.credentials is None:
+                self._channel = grpc.aio.insecure_channel(settings.address, CHANNEL_OPTIONS)
+            else:
+                self._channel = grpc.aio.secure_channel(settings.address, settings.credentials, CHANNEL_OPTIONS)
+            self._stubs = {name: self._channel.unary_unary(method.path) for name, method in METHODS.items()}
+            self._loop = loop
+        elif self._loop is not loop:
+            raise FailedPreconditionError(
+                "This client belongs to another event loop: make one client for each loop.", reason="CLIENT_OTHER_LOOP"
+            )
+
+    async def _send(self, sending: Sending) -> bytes:
+        try:
+            return await self._stubs[sending.method.name](
+                sending.message, timeout=sending.timeout_s, metadata=self.core.settings.metadata
+            )
+        except grpc.aio.UsageError:  # gRPC's answer to a channel that another task closes at this moment
+            self.core.check_usable()
+            raise
+
+
+@overload
+def _awaited(
+    build: Callable[Concatenate[Any, P], Call[AnswerT]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, AnswerT]]: ...
+@overload
+def _awaited(
+    build: Callable[Concatenate[Any, P], Call[AnswerT]], wrap: Callable[[Any, AnswerT], ResultT]
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]]: ...
+def _awaited(
+    build: Callable[Concatenate[Any, P], Call[Any]], wrap: Callable[[Any, Any], Any] | None = None
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, Any]]:
+    """Returns the coroutine method that runs what `build` returns and gives what `wrap` makes of it."""
+
+    @functools.wraps(build)
+    async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        started_ns = time.perf_counter_ns()
+        answer = await self._executor.run(build(self, *args, **kwargs), started_ns)
+        return answer if wrap is None else wrap(self, answer)
+
+    return public(method, build, wrap)
+
+
+class AsyncSequence(SequenceHandle):
+    """A sequence whose pages the server manages."""
+
+    def __init__(self, executor: AsyncExecutor, cache_id: str, handle: bytes, incarnation_id: str) -> None:
+        super().__init__(cache_id, handle, incarnation_id)
+        self._executor = executor
+
+    def _fork(self, handle: bytes) -> "AsyncSequence":
+        return AsyncSequence(self._executor, self.cache_id, handle, self.incarnation_id)
+
+    fork = _awaited(_caches.fork, _fork)
+    truncate = _awaited(_caches.truncate)
+    release = _awaited(_caches.release)
+
+
+class AsyncStep(_steps.StepHandle):
+    """One step over some sequences, ready to attend layer by layer."""
+
+    def __init__(self, executor: AsyncExecutor, metadata: _steps.StepMetadata) -> None:
+        super().__init__(metadata)
+        self._executor = executor
+
+    attend = _awaited(_steps.attend)
+
+
+class AsyncCache(CacheHandle):
+    """A cache on the server."""
+
+    def __init__(self, executor: AsyncExecutor, info: CacheInfo, incarnation_id: str) -> None:
+        super().__init__(info, incarnation_id)
+        self._executor = executor
+
+    def sequence(self, handle: bytes) -> AsyncSequence:
+        """Returns the sequence of a handle, without asking the server whether it still exists."""
+        return AsyncSequence(self._executor, self.info.cache_id, handle, self.incarnation_id)
+
+    async def step(
+        self, sequences: Iterable[AsyncSequence], *, q_lens: npt.ArrayLike, kv_lens: npt.ArrayLike
+    ) -> AsyncStep:
+        """Returns a step over sequences whose pages the server manages.
+
+        Args:
+            sequences: S sequences, each at most once.
+            q_lens: int32 [S]. New tokens of each sequence, >= 0.
+            kv_lens: int32 [S]. Length of each sequence after this step, >= q_lens.
+
+        Raises:
+            InvalidArgumentError: A sequence of another cache, or a length beyond int32. The rest the server checks.
+        """
+        return AsyncStep(self._executor, _steps.sequence_step(self, sequences, q_lens, kv_lens))
+
+    async def plan(
+        self,
+        kv_lens: npt.ArrayLike,
+        page_indices: npt.ArrayLike,
+        cu_q_lens: npt.ArrayLike,
+        num_seqs: npt.ArrayLike,
+    ) -> AsyncStep:
+        """Returns a step over pages that the client manages, its metadata as in `ragged_paged_attention`.
+
+        Raises:
+            InvalidArgumentError: A number beyond int32. The rest the server checks.
+        """
+        return AsyncStep(self._executor, _steps.planned_step(self, kv_lens, page_indices, cu_q_lens, num_seqs))
+
+    def _sequences(self, handles: list[bytes]) -> list[AsyncSequence]:
+        return [self.sequence(handle) for handle in handles]
+
+    ragged_paged_attention = _awaited(_attention.ragged_paged_attention)
+    paged_attention = _awaited(_attention.paged_attention)
+    validate_batch = _awaited(_attention.validate_batch)
+    write_pages = _awaited(_caches.write_pages)
+    read_pages = _awaited(_caches.read_pages)
+    create_sequences = _awaited(_caches.create_sequences, _sequences)
+    list_sequences = _awaited(_caches.list_sequences)
+    release_sequences = _awaited(_caches.release_sequences)
+    delete = _awaited(_caches.delete_cache)
+
+
+class AsyncClient:
+    """A connection to an attnd server. Tasks of one event loop may share it.
+
+    Nothing is sent before the first call, and nothing is repeated when a call fails. The methods are those of `Client`,
+    awaited; a cancelled task cancels its call.
+
+    Args:
+        address: `HOST:PORT`, or a gRPC target such as `unix:/run/attnd.sock`.
+        timeout_s: Seconds that a call may take unless it says so itself. None: as long as it takes.
+        credentials: TLS credentials, as from `grpc.ssl_channel_credentials`. None: plain text.
+        metadata: Pairs to send with every call, such as an authorization.
+        on_call: Told of every answered call by a `CallRecord`, before the call returns.
+
+    Raises:
+        InvalidArgumentError: The address has no port, or the timeout is not a positive number.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = 30.0,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Iterable[tuple[str, str | bytes]] = (),
+        on_call: Callable[[CallRecord], object] | None = None,
+    ) -> None:
+        self._executor = AsyncExecutor(
+            Settings(
+                address=address,
+                timeout_s=timeout_s,
+                credentials=credentials,
+                metadata=tuple(metadata),
+                on_call=on_call,
+            )
+        )
+
+    @property
+    def address(self) -> str:
+        """Where the server is."""
+        return self._executor.core.settings.address
+
+    async def close(self) -> None:
+        """Closes the connection; calls that still run are cancelled. Caches and sequences stay on the server."""
+        await self._executor.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address!r})"
+
+    def _open(self, info: CacheInfo) -> AsyncCache:
+        return AsyncCache(self._executor, info, self._executor.core.incarnation_id)
+
+    def _open_all(self, infos: list[CacheInfo]) -> list[AsyncCache]:
+        return [self._open(info) for info in infos]
+
+    server_info = _awaited(_caches.server_info)
+    create_cache = _awaited(_caches.create_cache, _open)
+    get_cache = _awaited(_caches.get_cache, _open)
+    list_caches = _awaited(_caches.list_caches, _open_all)

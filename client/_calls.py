@@ -1,0 +1,155 @@
+"""Calls as values: what to send, how to read the answer, and the handles that they name. Both clients run the same."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+import numpy as np
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from attnd.client._errors import InvalidArgumentError
+from attnd.client._info import CacheInfo
+from attnd.v1 import attention_pb2, cache_pb2, server_pb2
+
+ResultT = TypeVar("ResultT")
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One unary rpc.
+
+    Attributes:
+        name: Its name.
+        path: What gRPC calls it: `/attnd.v1.AttentionService/Attend`.
+        response_type: The class of its answers.
+    """
+
+    name: str
+    path: str
+    response_type: type[Message]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(Generic[ResultT]):
+    """One call, not yet sent.
+
+    Attributes:
+        method: Name of the rpc.
+        request: The message without its arrays.
+        arrays: The arrays of the message, by field.
+        read: Makes the result from the answer.
+        timeout_s: Seconds to wait for the answer; None leaves it to the client.
+        incarnation_id: The run of the server that made the handles in the request; empty when it has none.
+        makes_handles: Whether the answer has handles, so that the run of the server must be known.
+    """
+
+    method: str
+    request: Message
+    read: Callable[[Any], ResultT]
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    timeout_s: float | None = None
+    incarnation_id: str = ""
+    makes_handles: bool = False
+
+
+class CacheHandle:
+    """What names a cache.
+
+    Attributes:
+        info: The cache as it was when the handle was made.
+        incarnation_id: The run of the server that holds it.
+    """
+
+    def __init__(self, info: CacheInfo, incarnation_id: str) -> None:
+        self.info = info
+        self.incarnation_id = incarnation_id
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.info.name
+
+    def __repr__(self) -> str:
+        i = self.info
+        return (
+            f"<{type(self).__name__} {i.name!r}: {i.num_layers} layers of {i.num_pages} pages of {i.page_size} tokens, "
+            f"{i.num_kv_heads} kv heads of {i.head_dim}, {i.dtype}, {i.layout}, pages by {i.pages_by}>"
+        )
+
+
+class SequenceHandle:
+    """What names a sequence.
+
+    Attributes:
+        cache_id: The cache that holds it.
+        handle: Its 16 bytes; whoever knows them may use the sequence.
+        incarnation_id: The run of the server that holds it.
+    """
+
+    def __init__(self, cache_id: str, handle: bytes, incarnation_id: str) -> None:
+        self.cache_id = cache_id
+        self.handle = handle
+        self.incarnation_id = incarnation_id
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SequenceHandle):
+            return NotImplemented
+        return (self.cache_id, self.handle) == (other.cache_id, other.handle)
+
+    def __hash__(self) -> int:
+        return hash((self.cache_id, self.handle))
+
+    def __repr__(self) -> str:
+        # Four bytes tell sequences apart; the whole handle in a log would be a key to the sequence.
+        return f"<{type(self).__name__} {self.handle[:4].hex()}…>"
+
+
+def handles_of(cache: CacheHandle, sequences: Iterable[SequenceHandle]) -> list[bytes]:
+    """Returns the handles of sequences of a cache.
+
+    Raises:
+        InvalidArgumentError: One of them is not a sequence, or another cache's.
+    """
+    handles = []
+    for i, sequence in enumerate(sequences):
+        if not isinstance(sequence, SequenceHandle):
+            raise InvalidArgumentError.of(f"sequences[{i}]", f"sequences[{i}]={sequence!r} must be a sequence.")
+        if sequence.cache_id != cache.info.cache_id:
+            raise InvalidArgumentError.of(f"sequences[{i}]", f"sequences[{i}] belongs to another cache.")
+        handles.append(sequence.handle)
+    return handles
+
+
+def public(method: MethodT, build: Callable[..., Any], wrap: Callable[..., Any] | None) -> MethodT:
+    """Returns a method with the signature of what it builds its call with, and the type of what it really returns."""
+    # The modules of `build` keep annotations as text: "Call[list[bytes]]".
+    result = build.__annotations__["return"].removeprefix("Call[").removesuffix("]")
+    annotations = {**build.__annotations__, "return": result if wrap is None else wrap.__annotations__["return"]}
+    signature = inspect.signature(build).replace(return_annotation=annotations["return"])
+    method.__annotations__ = annotations
+    method.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect and help()
+    return method
+
+
+def _unary_methods() -> dict[str, Method]:
+    services = [
+        service
+        for module in (attention_pb2, cache_pb2, server_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+    ]
+    return {
+        method.name: Method(
+            name=method.name,
+            path=f"/{service.full_name}/{method.name}",
+            response_type=GetMessageClass(method.output_type),
+        )
+        for service in services
+        for method in service.methods
+        if not (method.client_streaming or method.server_streaming)
+    }
+
+
+METHODS: Final = _unary_methods()

@@ -1,0 +1,216 @@
+"""The course of a call, without the waiting: both clients run this, one blocking and one awaiting.
+
+A conversation is a generator. It yields what is to be sent and is given the answer's bytes, or thrown gRPC's error;
+what it returns is the caller's result. Another transport (a session, shared memory) is another way to serve the
+messages that it yields.
+"""
+
+import os
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, EncodeError, Message
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from attnd.client import _caches, _info
+from attnd.client._calls import METHODS, Call, Method
+from attnd.client._channel import Settings, check_timeout
+from attnd.client._errors import (
+    AttndError,
+    FailedPreconditionError,
+    InternalError,
+    NotFoundError,
+    ResourceExhaustedError,
+    SessionLostError,
+    class_of,
+)
+from attnd.client._info import CallRecord, ServerInfo
+from attnd.v1 import tensors
+from attnd.v1.limits import MESSAGE_BYTES_MAX
+
+ResultT = TypeVar("ResultT")
+
+_DOMAIN: Final = "attnd"
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """One message on its way.
+
+    Attributes:
+        method: The rpc.
+        message: The request's bytes.
+        timeout_s: Seconds to wait for the answer; None: as long as it takes.
+    """
+
+    method: Method
+    message: bytes
+    timeout_s: float | None
+
+
+class Core:
+    """What a client knows, whichever way it waits.
+
+    Attributes:
+        settings: What it was given.
+        server: The server as it was when last asked; None before.
+        closed: Whether `close` was called.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.server: ServerInfo | None = None
+        self.closed = False
+        self._pid = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process inherited the client rather than made it."""
+        return os.getpid() != self._pid
+
+    @property
+    def incarnation_id(self) -> str:
+        """The run of the server that was last asked; empty before."""
+        return self.server.incarnation_id if self.server is not None else ""
+
+    def check_usable(self) -> None:
+        """Refuses calls that would hang or fail in gRPC's depths.
+
+        Raises:
+            FailedPreconditionError: The client is closed, or was made before a fork.
+        """
+        if self.forked:
+            raise FailedPreconditionError(
+                f"This client was made in process {self._pid}, and gRPC connections do not survive a fork: make a new "
+                f"client in process {os.getpid()}, or start the process with the multiprocessing method 'spawn'.",
+                reason="CLIENT_FORKED",
+            )
+        if self.closed:
+            raise FailedPreconditionError("This client is closed.", reason="CLIENT_CLOSED")
+
+    def converse(self, call: Call[ResultT], started_ns: int) -> Generator[Sending, bytes, ResultT]:
+        """Carries out a call.
+
+        Args:
+            call: The call.
+            started_ns: `time.perf_counter_ns` when the caller made it.
+
+        Yields:
+            What to send; expects the answer's bytes, or gRPC's error thrown.
+
+        Raises:
+            AttndError: The call failed.
+        """
+        if call.makes_handles:
+            # Handles remember the run that made them: only so can a restart be told from a deletion later on.
+            self.server = yield from self._ask(_caches.server_info(None), time.perf_counter_ns())
+        try:
+            return (yield from self._ask(call, started_ns))
+        except NotFoundError as error:
+            if call.incarnation_id and (yield from self._restarted_since(call.incarnation_id)):
+                raise SessionLostError(
+                    f"{error.message} The server at {self.settings.address} has restarted since: create it anew.",
+                    reason="SERVER_RESTARTED",
+                ) from error.__cause__
+            raise
+
+    def _ask(self, call: Call[ResultT], started_ns: int) -> Generator[Sending, bytes, ResultT]:
+        self.check_usable()
+        check_timeout(call.timeout_s)
+        method = METHODS[call.method]
+        timeout_s = self.settings.timeout_s if call.timeout_s is None else call.timeout_s
+        sending = Sending(method, self._encode(call), timeout_s)
+        try:
+            answer = yield sending
+        except grpc.RpcError as error:
+            raise self._error_of(error, sending) from error
+        try:
+            response = method.response_type.FromString(answer)
+        except DecodeError as error:
+            raise InternalError(f"The answer to {method.name} cannot be read.", reason="ANSWER_MALFORMED") from error
+        result = call.read(response)
+        self._record(sending, answer, response, started_ns)
+        return result
+
+    def _restarted_since(self, incarnation_id: str) -> Generator[Sending, bytes, bool]:
+        try:
+            self.server = yield from self._ask(_caches.server_info(None), time.perf_counter_ns())
+        except AttndError:
+            return False  # Unknown: the error at hand stands as it is.
+        return self.server.incarnation_id != incarnation_id
+
+    def _encode(self, call: Call[Any]) -> bytes:
+        for field, array in call.arrays.items():
+            getattr(call.request, field).CopyFrom(tensors.to_tensor(array))
+        limit = MESSAGE_BYTES_MAX
+        if self.server is not None and self.server.limits.message_bytes_max > 0:
+            limit = min(limit, self.server.limits.message_bytes_max)
+        try:
+            message = call.request.SerializeToString()
+        except EncodeError:  # beyond protobuf's own limit of 2 GiB
+            message = None
+        if message is None or len(message) > limit:
+            size = "more than 2 GiB" if message is None else f"{len(message)} bytes"
+            raise ResourceExhaustedError(
+                f"The message of {call.method} has {size}, at most {limit} are taken: send fewer rows.",
+                reason="MESSAGE_TOO_LARGE",
+            )
+        return message
+
+    def _record(self, sending: Sending, answer: bytes, response: Message, started_ns: int) -> None:
+        if self.settings.on_call is None:
+            return
+        timings: Any = getattr(response, "timings", None)
+        self.settings.on_call(
+            CallRecord(
+                method=sending.method.name,
+                total_ns=time.perf_counter_ns() - started_ns,
+                request_bytes=len(sending.message),
+                response_bytes=len(answer),
+                timings=None if timings is None else _info.timings(timings),
+                implementation=getattr(response, "implementation", ""),
+            )
+        )
+
+    def _error_of(self, error: Any, sending: Sending) -> AttndError:
+        code: grpc.StatusCode = error.code()
+        details: dict[str, Any] = _details_of(error)
+        message = error.details() or f"The server answered {code.name} without a reason."
+        if not details:
+            message = self._explained(code, message, sending)
+        return class_of(code)(message, **details)
+
+    def _explained(self, code: grpc.StatusCode, message: str, sending: Sending) -> str:
+        # The text is gRPC's own, or another program's: say what it means for whoever called attnd.
+        address = self.settings.address
+        match code:
+            case grpc.StatusCode.UNAVAILABLE:
+                return f"no attnd server answers at {address}: {message}"
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return f"the server at {address} did not answer {sending.method.name} within {sending.timeout_s} s"
+            case grpc.StatusCode.UNIMPLEMENTED:
+                return f"the server at {address} does not serve {sending.method.path}: {message}"
+            case _:
+                return message
+
+
+def _details_of(error: Any) -> dict[str, Any]:
+    """Returns reason, violations and retry delay of an error that an attnd server sent; nothing for any other."""
+    try:
+        status = rpc_status.from_call(error)
+    except (ValueError, DecodeError):  # Trailers that contradict the status or are not attnd's: it stands alone.
+        return {}
+    found: dict[str, Any] = {}
+    for detail in status.details if status is not None else ():
+        info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == _DOMAIN:
+            found["reason"] = info.reason
+        elif detail.Unpack(bad):
+            found["violations"] = [(each.field, each.description) for each in bad.field_violations]
+        elif detail.Unpack(retry):
+            found["retry_delay_s"] = retry.retry_delay.ToNanoseconds() / 1e9
+    return found
