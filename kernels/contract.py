@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Protocol, TypeVar
@@ -295,8 +295,14 @@ class Implementation(Protocol[PagesT]):
         """Zeroes pages in every layer."""
         ...
 
-    def warm_up(self, spec: CacheSpec, num_q_heads: int) -> int:
-        """Compiles every program that calls with `num_q_heads` can need; returns how many were new."""
+    def warm_up(self, spec: CacheSpec, num_q_heads: int, on_progress: Callable[[int, int], None] | None = None) -> int:
+        """Compiles every program that calls with `num_q_heads` can need; returns how many were new.
+
+        Args:
+            spec: Shape of the cache.
+            num_q_heads: Query heads.
+            on_progress: Told how many programs of how many are ready, after each.
+        """
         ...
 
     def attend(

@@ -1,6 +1,7 @@
 """The oracle: attention in float64, one sequence after another, boring on purpose."""
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Int32, Shaped
@@ -53,7 +54,12 @@ class Reference:
         """Zeroes pages in every layer."""
         pages.clear(page_indices)
 
-    def warm_up(self, spec: CacheSpec, num_q_heads: int) -> int:  # noqa: ARG002 - part of the protocol
+    def warm_up(
+        self,
+        spec: CacheSpec,  # noqa: ARG002 - part of the protocol
+        num_q_heads: int,  # noqa: ARG002
+        on_progress: Callable[[int, int], None] | None = None,  # noqa: ARG002
+    ) -> int:
         """Returns 0: nothing is compiled."""
         return 0
 

@@ -48,7 +48,9 @@ class AttentionCall:
             FailedPreconditionError: The call brings other tokens than the sequence holds at their positions.
         """
         self._require_same_tokens()
-        return launch(
+        warm_up = self.cache.warm_up
+        warm_up_ns = 0 if warm_up is None or not self.batch.num_seqs else warm_up.run(self.q.shape[1])
+        attended = launch(
             self.cache.implementation,
             self.cache.pages,
             self.layer,
@@ -60,6 +62,8 @@ class AttentionCall:
             options=self.options,
             hints=self.hints,
         )
+        attended.timings.compile_ns += warm_up_ns
+        return attended
 
     def _require_same_tokens(self) -> None:
         if self.reservation is None or self.k is None or self.v is None:

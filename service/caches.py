@@ -16,6 +16,7 @@ from attnd.kernels.errors import InvalidArgumentError
 from attnd.service.engine import Engine
 from attnd.service.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from attnd.service.sequences import SequenceTable
+from attnd.service.warming import WarmUp
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -39,6 +40,7 @@ class Cache:
         implementation: What serves it.
         pages: Its pages, in the implementation's form. Only the engine's thread touches them.
         sequences: Its sequences; None if the client manages the pages.
+        warm_up: Compiles its programs ahead of the first call of a kind; None if each is compiled when needed.
     """
 
     cache_id: str
@@ -48,6 +50,7 @@ class Cache:
     implementation: Implementation[Any]
     pages: Any
     sequences: SequenceTable | None
+    warm_up: WarmUp | None
 
     def require_pages_by_client(self) -> None:
         """Raises FailedPreconditionError if the server manages the pages."""
@@ -87,13 +90,17 @@ class CacheRegistry:
         platform: "cpu" or "tpu"; decides the default implementation.
         implementation: Name of the implementation to use, or "auto".
         size_bytes_max: Bytes that all caches together may take.
+        warm_up: Whether the first call of a kind compiles all programs of its kind.
     """
 
-    def __init__(self, engine: Engine, *, platform: str, implementation: str, size_bytes_max: int) -> None:
+    def __init__(
+        self, engine: Engine, *, platform: str, implementation: str, size_bytes_max: int, warm_up: bool
+    ) -> None:
         self._engine = engine
         self._platform = platform
         self._implementation = implementation
         self._size_bytes_max = size_bytes_max
+        self._warm_up = warm_up
         self._by_id: dict[str, Cache] = {}
         self._ids: dict[str, str] = {}
         self._being_created: dict[str, int] = {}
@@ -159,9 +166,11 @@ class CacheRegistry:
             message = f"The cache takes {spec.size_bytes} bytes; {free_bytes} of {self._size_bytes_max} are free."
             raise ResourceExhaustedError("CACHE_MEMORY_EXHAUSTED", message)
 
+        warm_up = WarmUp(name, spec, implementation)
+
         def allocate() -> Any:
             if num_q_heads is not None:
-                implementation.warm_up(spec, num_q_heads)
+                warm_up.run(num_q_heads)
             return implementation.allocate(spec)
 
         self._being_created[name] = spec.size_bytes
@@ -177,6 +186,7 @@ class CacheRegistry:
             implementation=implementation,
             pages=pages,
             sequences=self._sequences(spec, implementation, pages) if pages_by is PagesBy.SERVER else None,
+            warm_up=warm_up if self._warm_up else None,
         )
         self._by_id[cache.cache_id] = cache
         self._ids[name] = cache.cache_id

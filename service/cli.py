@@ -30,6 +30,9 @@ def serve(
     implementation: Annotated[
         str, typer.Option(envvar="ATTND_IMPLEMENTATION", help="Kernels: auto, xla or reference.")
     ] = _DEFAULTS.implementation,
+    warm_up: Annotated[
+        bool, typer.Option(envvar="ATTND_WARM_UP", help="Compile all programs at the first call, not one by one.")
+    ] = _DEFAULTS.warm_up,
     cache_bytes_max: Annotated[
         int | None,
         typer.Option(envvar="ATTND_CACHE_BYTES_MAX", help="Bytes of all caches. Default: 80 % of the memory."),
@@ -60,6 +63,7 @@ def serve(
             port=port,
             tls=_tls(tls_cert, tls_key, tls_client_ca),
             implementation=implementation,
+            warm_up=warm_up,
             cache_bytes_max=cache_bytes_max,
             queue_depth_max=queue_depth_max,
             grace_s=grace_s,

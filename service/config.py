@@ -42,6 +42,8 @@ class ServerConfig:
         port: TCP port; 0 picks a free one.
         tls: TLS files; None serves plaintext.
         implementation: Name of the kernels' implementation, or "auto".
+        warm_up: Whether the first call of a kind compiles every program that calls like it can need, so that no
+            later one waits; otherwise each program is compiled when it is first needed.
         cache_bytes_max: Bytes that all caches together may take; None for `MEMORY_SHARE` of the machine's.
         queue_depth_max: Calls that may wait for the engine.
         grace_s: Seconds that calls in flight have to end after SIGTERM.
@@ -54,6 +56,7 @@ class ServerConfig:
     port: int = 50051
     tls: TlsConfig | None = None
     implementation: str = "auto"
+    warm_up: bool = True
     cache_bytes_max: int | None = None
     queue_depth_max: int = 1024
     grace_s: float = 10.0

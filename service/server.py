@@ -63,6 +63,7 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
         platform=jax.default_backend(),
         implementation=config.implementation,
         size_bytes_max=config.cache_memory_bytes,
+        warm_up=config.warm_up,
     )
     services = {
         attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: AttentionHandlers(caches, engine),

@@ -188,19 +188,20 @@ def test_a_call_waits_for_the_one_before_it_on_the_same_sequence_and_layer():
 
 
 def test_ten_thousand_calls_some_of_them_failing_leave_no_page_behind():
-    rng = np.random.default_rng(0)
-    table = table_of(num_pages=32)
-    for _ in range(200):
-        handles = table.create(2)
-        length = 0
-        for _ in range(25):
-            q_len = int(rng.integers(1, 6))
-            if length + q_len > 100:
-                break
-            commit = bool(rng.random() > 0.05)
-            reservation = reserve(table, handles, [q_len] * 2, [length + q_len] * 2)
-            table.settle(reservation, commit=commit)
-            length += q_len if commit else 0
-        table.release(handles)
-    assert table.num_free_pages == 32
-    assert len(table) == 0
+    async def scenario():
+        rng = np.random.default_rng(0)
+        table = table_of(num_pages=32)
+        for _ in range(400):
+            handles = table.create(2)
+            lens = np.zeros(2, np.int32)
+            for _ in range(25):
+                q_lens = np.full(2, rng.integers(1, 5), np.int32)
+                commit = bool(rng.random() > 0.05)
+                reservation = await table.reserve(handles, q_lens, lens + q_lens, 0, append=True)
+                table.settle(reservation, commit=commit)
+                lens += q_lens * commit
+            table.release(handles)
+        assert table.num_free_pages == 32
+        assert len(table) == 0
+
+    asyncio.run(scenario())

@@ -341,7 +341,7 @@ def test_server_info_tells_limits_and_a_new_incarnation_for_each_run(client):
 
 
 def test_sigterm_lets_calls_in_flight_end(server):
-    with attnd_server() as own, RawClient(own.address) as client:
+    with attnd_server("--grace-s", "60") as own, RawClient(own.address) as client:
         cache_id = create_cache(client, "stopping")
         (handle,) = create_sequences(client, cache_id, 1)
         data = attend_request(cache_id, [handle], [100], [100]).SerializeToString()
@@ -349,7 +349,7 @@ def test_sigterm_lets_calls_in_flight_end(server):
         time.sleep(0.2)
         own.process.send_signal(signal.SIGTERM)
         assert attention_pb2.AttendResponse.FromString(call.result()).implementation
-        assert own.process.wait(20) == 0
+        assert own.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["info", "--help"]])

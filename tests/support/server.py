@@ -26,13 +26,20 @@ class ServerProcess:
 
 
 @contextmanager
-def attnd_server(*options: str, port: int = 0) -> Iterator[ServerProcess]:
+def attnd_server(*options: str, port: int = 0, warm_up: bool = False) -> Iterator[ServerProcess]:
     """Starts `attnd serve`, waits until it is ready, and ends it with SIGTERM.
+
+    Args:
+        options: More options of the command line.
+        port: The port; 0 picks a free one.
+        warm_up: Whether the first call of a kind compiles all programs.
 
     Raises:
         RuntimeError: The server ended before it was ready; the text is its log.
     """
-    command = [sys.executable, "-m", "attnd.service.cli", "serve", "--port", str(port), "--grace-s", "2", *options]
+    command = [sys.executable, "-m", "attnd.service.cli", "serve", "--port", str(port), "--grace-s", "2"]
+    # Most tests make many small caches and few calls of each: they need one program of ten.
+    command += ["--warm-up" if warm_up else "--no-warm-up", *options]
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ.copy())
         try:
