@@ -1,0 +1,1 @@
+"""Benchmarks: every figure beside its baselines, measured in one interleaved run."""
