@@ -10,7 +10,7 @@ from jaxtyping import Float32, Int32, Shaped
 from attnd.kernels.contract import CacheSpec
 from attnd.kernels.errors import InvalidArgumentError
 from attnd.kernels.validation_rules import Facts, Rule, Violations, judge
-from attnd.kernels.validation_values import token_dtypes
+from attnd.kernels.validation_values import Dtypes, token_dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ _WRITE_RULES: Final = (
     ),
     Rule(
         "kv_pages.dtype",
-        "{kv_pages.dtype=} must be one of {dtype_names}.",
+        "{kv_pages.dtype=} must be one of {dtypes}.",
         lambda kv_pages, dtypes: kv_pages.dtype in dtypes,
     ),
     Rule("scales", "scales must be unset: no token of the cache has its own.", lambda takes_scales: takes_scales),
@@ -113,10 +113,10 @@ def _write_facts(spec: CacheSpec, page_indices: np.ndarray, kv_pages: np.ndarray
     dtypes = token_dtypes(spec)
     facts: Facts = {"kv_pages": kv_pages}
     if spec.quantized_per_token:
-        dtypes = (*dtypes, spec.dtype)
+        dtypes = Dtypes((*dtypes, spec.dtype))
         if kv_pages.dtype in dtypes:
             facts["brings_scales"] = scales is not None
-    facts |= {"dtypes": dtypes, "dtype_names": ", ".join(dtype.name for dtype in dtypes)}
+    facts["dtypes"] = dtypes
     if page_indices.ndim == 1:
         facts["pages_shape"] = spec.pages_shape(len(page_indices))
     if scales is not None:

@@ -1,5 +1,6 @@
 """Rules of `ragged_paged_attention`: JAX's, in JAX's order and words, then ours."""
 
+import math
 from typing import Final
 
 import numpy as np
@@ -96,7 +97,7 @@ _DYNAMIC: Final = (
         lambda pages_per_seq, min_pages_per_seq: pages_per_seq >= min_pages_per_seq,
     ),
     Rule(
-        "cu_q_lens[{count}]",
+        "cu_q_lens[{last_bound}]",
         "Total q tokens {total_q_tokens} must be less or equal to {max_num_batched_tokens=}.",
         lambda total_q_tokens, max_num_batched_tokens: total_q_tokens <= max_num_batched_tokens,
     ),
@@ -160,18 +161,21 @@ def _add_value_facts(facts: Facts) -> None:
     """
     if facts["num_seqs"].shape != (1,):
         return
-    count = facts["num_seqs"][0].item()
-    if isinstance(count, int | float):
-        facts["count"] = count
-    if not isinstance(count, int) or "max_num_seqs" not in facts:
+    count = facts["num_seqs"].item()
+    if not isinstance(count, int | float):
         return
-    max_num_seqs = facts["max_num_seqs"]
+    facts["count"] = count
+    if not math.isfinite(count) or "max_num_seqs" not in facts:
+        return
+    # Another dtype than int32 is refused in the end, but JAX's validator looks at the lengths first.
+    count, max_num_seqs = int(count), facts["max_num_seqs"]
     rows = min(max(count, 0), max_num_seqs)
 
     cu_q_lens = facts["cu_q_lens"]
     if cu_q_lens.shape == (max_num_seqs + 1,) and cu_q_lens.dtype == np.int32:
         # A negative count indexes from the end, here as in JAX's validator; the count itself is refused later.
         if -max_num_seqs - 1 <= count <= max_num_seqs:
+            facts["last_bound"] = count if count >= 0 else count + max_num_seqs + 1
             facts["total_q_tokens"] = int(cu_q_lens[count])
         bounds = cu_q_lens[: rows + 1].astype(np.int64)
         facts["first_bound"], facts["q_lens"] = int(bounds[0]), bounds[1:] - bounds[:-1]

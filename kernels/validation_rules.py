@@ -103,9 +103,11 @@ class Rule:
 def judge(rules: Iterable[Rule], facts: Mapping[str, Any], found: Violations) -> None:
     """Adds to `found` the rules that the facts break, in the rules' order."""
     for rule in rules:
-        try:
-            arguments = [facts[name] for name in rule.needs]
-        except KeyError:
-            continue
-        if not rule.holds(*arguments):
-            found.add(rule.name.format_map(facts), rule.text.format_map(facts))
+        arguments = []
+        for name in rule.needs:
+            if name not in facts:
+                break
+            arguments.append(facts[name])
+        else:
+            if not rule.holds(*arguments):
+                found.add(rule.name.format_map(facts), rule.text.format_map(facts))

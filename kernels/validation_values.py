@@ -18,12 +18,20 @@ _INT_BITS_MAX: Final = 63
 _OPTION_TYPES: Final = {"sm_scale": float, "sliding_window": int, "soft_cap": float, "k_scale": float, "v_scale": float}
 _TYPE_NAMES: Final = {int: "an integer of 64 bits", float: "a number"}
 
+
+class Dtypes(tuple[np.dtype, ...]):
+    """Dtypes to choose from; prints as their names."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ", ".join(dtype.name for dtype in self)
+
+
+FLOATS: Final = Dtypes(Q_DTYPES.values())
+
 Q_RULES: Final = (
-    Rule(
-        "q.dtype",
-        f"{{q.dtype=}} must be one of {', '.join(Q_DTYPES)}.",
-        lambda q: q.dtype in Q_DTYPES.values(),
-    ),
+    Rule("q.dtype", f"{{q.dtype=}} must be one of {FLOATS}.", lambda q: q.dtype in FLOATS),
     Rule(
         "q.shape[0]",
         "q.shape[0]={max_num_batched_tokens} must be greater or equal to 0.",
@@ -80,12 +88,12 @@ TOKEN_RULES: Final = (
     ),
     Rule(
         "k.dtype",
-        "{k.dtype=} must be one of {token_dtype_names}.",
+        "{k.dtype=} must be one of {token_dtypes}.",
         lambda k, token_dtypes: k.dtype in token_dtypes,
     ),
     Rule(
         "v.dtype",
-        "{v.dtype=} must be one of {token_dtype_names}.",
+        "{v.dtype=} must be one of {token_dtypes}.",
         lambda v, token_dtypes: v.dtype in token_dtypes,
     ),
 )
@@ -132,23 +140,17 @@ def token_facts(spec: CacheSpec, q: ArrayLike, k: ArrayLike | None, v: ArrayLike
     """Returns the new keys and values of a call, if it has any, and what they should be."""
     if k is None and v is None:
         return {}
-    dtypes = token_dtypes(spec)
-    facts: Facts = {
-        "missing": "k" if k is None else "v" if v is None else "",
-        "token_dtypes": dtypes,
-        "token_dtype_names": ", ".join(dtype.name for dtype in dtypes),
-    }
+    facts: Facts = {"missing": "k" if k is None else "v" if v is None else "", "token_dtypes": token_dtypes(spec)}
     if len(q.shape) == 3:
         facts["token_shape"] = (q.shape[0], spec.num_kv_heads, spec.head_dim)
     return facts | {name: array for name, array in (("k", k), ("v", v)) if array is not None}
 
 
-def token_dtypes(spec: CacheSpec) -> tuple[np.dtype, ...]:
+def token_dtypes(spec: CacheSpec) -> Dtypes:
     """Returns the dtypes of keys and values that a cache takes: those that its own dtype can stand for."""
-    floats = tuple(Q_DTYPES.values())
     if spec.dtype == np.int8:
-        return floats if spec.quantized_per_token else (spec.dtype,)
-    return floats if spec.dtype in floats else (*floats, spec.dtype)
+        return FLOATS if spec.quantized_per_token else Dtypes((spec.dtype,))
+    return FLOATS if spec.dtype in FLOATS else Dtypes((*FLOATS, spec.dtype))
 
 
 def judge_types(facts: Facts, found: Violations) -> None:
@@ -233,9 +235,12 @@ def judge_written_slots(batch: RaggedBatch, rows: Int[np.ndarray, " n"], page_si
 
 def _may_write_twice(batch: RaggedBatch, page_size: int) -> bool:
     """Whether a page occurs twice among those written to: cheaper to see than the tokens, and nearly never so."""
-    first = (batch.kv_lens - batch.q_lens) // page_size
-    counts = (batch.kv_lens - 1) // page_size - first + 1
-    rows = np.repeat(np.arange(batch.num_seqs), counts)
-    slots = np.arange(len(rows)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    last = (batch.kv_lens - 1) // page_size
+    rows, slots = np.arange(batch.num_seqs), last
+    if batch.num_tokens > batch.num_seqs:
+        first = (batch.kv_lens - batch.q_lens) // page_size
+        counts = last - first + 1
+        rows = np.repeat(rows, counts)
+        slots = np.arange(len(rows)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
     pages = np.sort(batch.page_indices[rows, slots])
     return bool(np.count_nonzero(pages[1:] == pages[:-1]))
