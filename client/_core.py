@@ -85,8 +85,8 @@ class Core:
         """
         if self.forked:
             raise FailedPreconditionError(
-                f"This client was made in process {self._pid}, and gRPC connections do not survive a fork: make a new "
-                f"client in process {os.getpid()}, or start the process with the multiprocessing method 'spawn'.",
+                f"This client was made in process {self._pid} and gRPC does not survive a fork: start process "
+                f"{os.getpid()} with the multiprocessing method 'spawn', and make a client there.",
                 reason="CLIENT_FORKED",
             )
         if self.closed:

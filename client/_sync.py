@@ -165,7 +165,7 @@ class Cache(CacheHandle):
 
 
 class Client:
-    """A connection to an attnd server. Threads may share it; a forked process must make its own.
+    """A connection to an attnd server. Threads may share it; it does not survive a fork.
 
     Nothing is sent before the first call, and nothing is repeated when a call fails.
 
