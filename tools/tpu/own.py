@@ -1,0 +1,65 @@
+"""Our own kernels as programs to compile, at any shape."""
+
+from dataclasses import fields
+from typing import Any
+
+import jax.numpy as jnp
+
+from attnd.kernels.pallas_chunk import chunk as chunk_kernel
+from attnd.kernels.pallas_chunk_config import ChunkConfig
+from attnd.kernels.pallas_decode import decode as decode_kernel
+from attnd.kernels.pallas_decode_config import DecodeConfig
+from tools.tpu.programs import INT32, array, lower
+from tools.tpu.shapes import LLAMA
+
+
+def decode(devices: Any, **changes: Any) -> Any:
+    """The decode kernel; new tokens are appended unless told otherwise."""
+    config = DecodeConfig(**LLAMA | {"append": True} | changes)
+
+    def function(q: Any, kv: Any, lens: Any, table: Any, num_seqs: Any, k: Any, v: Any, scalars: Any) -> Any:
+        new = {"k": k, "v": v} if config.append else {}
+        return decode_kernel(config, q, kv, lens, table, num_seqs, **new, **_given(config, scalars))
+
+    return lower(devices, function, _arguments(config, config.num_rows), donate=(1,))
+
+
+def chunk(devices: Any, **changes: Any) -> Any:
+    """The chunk kernel; new tokens are appended unless told otherwise."""
+    shape = LLAMA | {"num_rows": 8, "num_tokens": 1024, "append": True} | changes
+    config = ChunkConfig(**{name: value for name, value in shape.items() if name in _names(ChunkConfig)})
+
+    def function(
+        q: Any, kv: Any, lens: Any, table: Any, num_seqs: Any, k: Any, v: Any, scalars: Any, cu_q_lens: Any
+    ) -> Any:
+        new = {"k": k, "v": v} if config.append else {}
+        return chunk_kernel(config, q, kv, lens, table, cu_q_lens, num_seqs, **new, **_given(config, scalars))
+
+    arguments = (*_arguments(config, config.num_tokens), array((config.num_rows + 1,), INT32))
+    return lower(devices, function, arguments, donate=(1,))
+
+
+def _arguments(config: DecodeConfig | ChunkConfig, num_tokens: int) -> tuple[Any, ...]:
+    new = array((num_tokens, config.num_kv_heads, config.head_dim), config.kv_dtype)
+    scalar = array((), jnp.float32)
+    return (
+        array((num_tokens, config.num_q_heads, config.head_dim), config.q_dtype),
+        array((config.num_pages, config.page_size, 2 * config.num_kv_heads, config.head_dim), config.kv_dtype),
+        array((config.num_rows,), INT32),
+        array((config.num_rows, config.pages_per_seq), INT32),
+        array((1,), INT32),
+        new,
+        new,
+        {"sm_scale": scalar, "soft_cap": scalar, "k_scale": scalar, "v_scale": scalar,
+         "sliding_window": array((), INT32)},
+    )  # fmt: skip
+
+
+def _given(config: DecodeConfig | ChunkConfig, scalars: dict[str, Any]) -> dict[str, Any]:
+    """Returns the scalars that a call of this config takes; they are arguments, as in use."""
+    unused = {name for name, used in (("soft_cap", config.capped), ("sliding_window", config.windowed)) if not used}
+    return {name: value for name, value in scalars.items() if name not in unused}
+
+
+def _names(config: type) -> set[str]:
+    return {each.name for each in fields(config)}
