@@ -1,0 +1,217 @@
+"""What selects a decode program: shapes, dtypes, block size, features; and what follows from them."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+import jax.numpy as jnp
+
+LANES: Final = 128
+SUBLANES: Final = 8
+NUM_BUFFERS: Final = 4
+Q_DTYPES: Final = ("float32", "bfloat16")
+KV_DTYPES: Final = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+# Room for what the compiler itself keeps in VMEM: spilled registers and operands of matrix products.
+VMEM_RESERVE_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """The static part of a decode call over the interleaved layout. Equal configs share a program.
+
+    Only whether there is a window, a cap, new tokens or an lse is static; their values are run-time scalars, and so are
+    the scales. The program walks *items*: up to `block_tokens` neighbouring tokens of one row, all kv heads together.
+
+    Attributes:
+        num_rows: Rows of q, in use or not.
+        num_q_heads: Query heads, a multiple of `num_kv_heads`.
+        num_kv_heads: KV heads, a power of two up to 128.
+        head_dim: Head dimension.
+        page_size: Tokens of a page; it divides `block_tokens` or is a multiple of it.
+        num_pages: Pages of the pool.
+        pages_per_seq: Slots of a row of the page table.
+        q_dtype: Name of q's dtype, one of `Q_DTYPES`.
+        kv_dtype: Name of the pool's dtype, one of `KV_DTYPES`.
+        block_tokens: Most tokens of an item, a multiple of `chunk_tokens`.
+        windowed: Whether there is a sliding window.
+        capped: Whether there is a soft cap.
+        append: Whether new k and v are written before attending.
+        return_lse: Whether the log-sum-exp is wanted.
+
+    Raises:
+        ValueError: The shapes contradict each other.
+    """
+
+    num_rows: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    num_pages: int
+    pages_per_seq: int
+    q_dtype: str
+    kv_dtype: str
+    block_tokens: int = field(default=0)
+    windowed: bool = False
+    capped: bool = False
+    append: bool = False
+    return_lse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block_tokens == 0:
+            object.__setattr__(self, "block_tokens", default_block_tokens(self.num_kv_heads, self.page_size))
+        for broken, text in (
+            (self.num_q_heads % self.num_kv_heads != 0, "num_q_heads must be a multiple of num_kv_heads."),
+            (self.num_kv_heads & (self.num_kv_heads - 1) != 0, "num_kv_heads must be a power of two."),
+            (self.num_kv_heads > LANES, f"num_kv_heads must be at most {LANES}."),
+            (self.q_dtype not in Q_DTYPES, f"q_dtype must be one of {', '.join(Q_DTYPES)}."),
+            (self.kv_dtype not in KV_DTYPES, f"kv_dtype must be one of {', '.join(KV_DTYPES)}."),
+            (self.block_tokens % self.strip_tokens != 0, "page_size must divide block_tokens or be a multiple of it."),
+            (self.page_size % self.strip_tokens != 0, "page_size must divide block_tokens or be a multiple of it."),
+            (self.block_tokens % self.chunk_tokens != 0, f"block_tokens must be a multiple of {self.chunk_tokens}."),
+        ):
+            if broken:
+                raise ValueError(f"{text} ({self})")
+
+    # Heads and rows.  The rows of q are padded so that a kv head has a power of two or whole tiles of them.
+
+    @property
+    def rows_per_token(self) -> int:
+        """Rows of one token in the pool: k and v of each kv head."""
+        return 2 * self.num_kv_heads
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of one kv head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def group_rows(self) -> int:
+        """`group_size`, padded."""
+        fill = -(-2 * SUBLANES // self.num_kv_heads)  # all heads together fill a packed tile
+        rows = max(self.group_size, fill)
+        return 1 << (rows - 1).bit_length() if rows <= SUBLANES else -(-rows // SUBLANES) * SUBLANES
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of q of one token, padding included; a multiple of 16."""
+        return self.num_kv_heads * self.group_rows
+
+    @property
+    def fold(self) -> int:
+        """Tiles of 8 rows that hold the scores of one column: those of the query heads of the column's kv head."""
+        return max(1, self.group_rows // SUBLANES)
+
+    # Tokens.
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile of scores: a lane is a (token, kv head)."""
+        return LANES // self.num_kv_heads
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of one matrix product."""
+        return max(self.tile_tokens, min(LANES, 8 * LANES // self.num_kv_heads))
+
+    @property
+    def pass_tokens(self) -> tuple[int, ...]:
+        """Sizes for which a pass is compiled; an item runs in the smallest that holds it."""
+        sizes = {self.block_tokens}
+        size = self.chunk_tokens
+        while size < self.block_tokens:
+            sizes.add(size)
+            size *= 2
+        return tuple(sorted(sizes))
+
+    @property
+    def strip_tokens(self) -> int:
+        """Tokens of one copy: a page, or the part of it that fits a block."""
+        return min(self.page_size, self.block_tokens)
+
+    @property
+    def strips_per_block(self) -> int:
+        """Copies of a full block."""
+        return self.block_tokens // self.strip_tokens
+
+    @property
+    def strips_per_page(self) -> int:
+        """Copies of a page."""
+        return self.page_size // self.strip_tokens
+
+    @property
+    def split_tokens(self) -> int:
+        """The last two blocks of a row are made equal, up to a multiple of this many tokens."""
+        unit = max(self.strip_tokens, LANES)
+        return unit if unit % self.strip_tokens == 0 and self.block_tokens % unit == 0 else self.block_tokens
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile in memory."""
+        return SUBLANES * 4 // self.kv_itemsize
+
+    @property
+    def aligned_tokens(self) -> int:
+        """Tokens whose rows fill whole tiles: where a vector store may start."""
+        return math.lcm(self.tile_rows, self.rows_per_token) // self.rows_per_token
+
+    @property
+    def copied_tokens(self) -> int:
+        """Tokens to a multiple of which a partial copy is rounded up, so that it moves whole tiles."""
+        return self.aligned_tokens if self.strip_tokens % self.aligned_tokens == 0 else self.strip_tokens
+
+    @property
+    def cleared_tokens(self) -> int:
+        """Tokens that one step of clearing stale rows takes."""
+        return self.aligned_tokens * max(1, LANES // (self.aligned_tokens * self.rows_per_token))
+
+    # Dtypes and bytes.
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of a value of the pool."""
+        return int(jnp.dtype(self.kv_dtype).itemsize)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of the operands of the matrix products: float32 pools are attended over in float32."""
+        return "float32" if self.kv_dtype == "float32" else "bfloat16"
+
+    @property
+    def splits_q(self) -> bool:
+        """Whether q goes in as two bfloat16 parts, because one would lose bits that float32 q has."""
+        return self.q_dtype == "float32" and self.compute_dtype == "bfloat16"
+
+    @property
+    def score_tiles(self) -> int:
+        """Tiles of scores of a block."""
+        return self.block_tokens // self.tile_tokens * self.fold
+
+    @property
+    def vmem_bytes(self) -> int:
+        """Bytes of VMEM that the program needs."""
+        lanes = -(-self.head_dim // LANES) * LANES
+        tile = SUBLANES * LANES * 4
+        row = 2 * self.q_rows * lanes * int(jnp.dtype(self.q_dtype).itemsize)  # q and out
+        row += self.return_lse * self.fold * tile
+        aligned = self.aligned_tokens * self.rows_per_token * lanes * self.kv_itemsize
+        row += self.append * aligned
+        buffers = NUM_BUFFERS * self.block_tokens * self.rows_per_token * lanes * self.kv_itemsize
+        buffers += NUM_BUFFERS * self.append * aligned
+        state = (2 * self.score_tiles + 3 * self.fold) * tile + self.q_rows * lanes * 4
+        return self.num_rows * row + buffers + state + VMEM_RESERVE_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of SMEM that the program needs: the page table, the lengths and the scalars."""
+        return 4 * (self.num_rows * self.pages_per_seq + self.num_rows) + 1024
+
+
+def default_block_tokens(num_kv_heads: int, page_size: int) -> int:
+    """Returns a block size that is safe for a shape: 512 tokens of 8 kv heads, adapted to the page."""
+    chunk = max(LANES // num_kv_heads, min(LANES, 8 * LANES // num_kv_heads))
+    unit = math.lcm(chunk, page_size)
+    wanted = max(chunk, min(4096, 512 * 8 // num_kv_heads))
+    if page_size % wanted == 0:
+        return wanted
+    return max(unit, wanted // unit * unit)
