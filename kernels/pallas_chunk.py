@@ -304,7 +304,12 @@ def _block(refs: Refs, tile: Tile, ahead: Tile, more: Scalar, exact: Scalar, nth
     config = refs.config
     block = tile.top - nth
 
-    @pl.when(block > tile.low)
+    interior = (block >= tile.inner_low) & (block < tile.inner_top) & (exact == 0)
+    # Inside a run of interior blocks the next block is whole: its copies are started in the middle of the arithmetic,
+    # where they cost nothing.
+    inside = interior & (block > tile.inner_low)
+
+    @pl.when(jnp.logical_not(inside) & (block > tile.low))
     def _() -> None:
         schedule.fetch_block(refs, tile, block - 1, 1 - slot)
 
@@ -313,15 +318,20 @@ def _block(refs: Refs, tile: Tile, ahead: Tile, more: Scalar, exact: Scalar, nth
         schedule.fetch_block(refs, ahead, ahead.top, 1 - slot)
 
     schedule.await_block(refs, tile, block, slot)
-    interior = (block >= tile.inner_low) & (block < tile.inner_top) & (exact == 0)
     if config.has_interior:
+        pl.when(interior & (block == tile.inner_top - 1))(lambda: compute.begin_interior(refs))
 
-        @pl.when(interior)
+        @pl.when(inside)
         def _() -> None:
-            pl.when(block == tile.inner_top - 1)(lambda: compute.begin_interior(refs))
+            schedule.fetch_whole_block(refs, tile, block - 1, 1 - slot)
             compute.interior_block(refs, slot)
-            pl.when(block == tile.inner_low)(lambda: compute.end_interior(refs))
-            refs.count(Count.INTERIOR_BLOCKS)
+
+        @pl.when(interior & jnp.logical_not(inside))
+        def _() -> None:
+            compute.interior_block(refs, slot)
+            compute.end_interior(refs)
+
+        refs.count(Count.INTERIOR_BLOCKS, interior.astype(_I32))
 
     @pl.when(jnp.logical_not(interior))
     def _() -> None:

@@ -23,7 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 from attnd.kernels import pallas_chunk_masks as masks
 from attnd.kernels.pallas_chunk_config import LANES, SUBLANES, ChunkConfig, Item
 from attnd.kernels.pallas_chunk_schedule import Refs, Scalar, Tile
-from attnd.kernels.pallas_chunk_words import high_bfloat16, load_words, low_bfloat16, store_pairs, stored_heads
+from attnd.kernels.pallas_chunk_words import high_bfloat16, low_bfloat16, stored_heads
+from attnd.kernels.pallas_words import load_words, store_words
 
 _F32, _BF16, _I32, _U32 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32
 LOG2E = 1.4426950408889634
@@ -76,19 +77,14 @@ def _query_heads(refs: Refs) -> Any:
     for word in range(config.q_rows_per_token // per_word):
         if word * per_word >= config.num_q_heads:
             return
-        words = [
-            load_words(
-                refs.q_buffer.at[half],
-                word,
-                config.query_block,
-                config.q_rows_per_token // per_word,
-                interpreted=refs.interpreted,
-            )
-            for half in range(config.lanes // LANES)
-        ]
+        halves = [refs.q_buffer.at[half] for half in range(config.lanes // LANES)]
+        stride = config.q_rows_per_token // per_word
         if not narrow:
-            yield word, jnp.concatenate(words, axis=1)
+            yield word, jnp.concatenate([half[pl.ds(word, config.query_block, stride)] for half in halves], axis=1)
             continue
+        words = [
+            load_words(half, word, config.query_block, stride=stride, interpret=refs.interpreted) for half in halves
+        ]
         for n, unpack in enumerate((low_bfloat16, high_bfloat16)):
             if 2 * word + n < config.num_q_heads:
                 yield 2 * word + n, jnp.concatenate([unpack(half) for half in words], axis=1)
@@ -139,8 +135,9 @@ def _store_heads(refs: Refs, half: int, heads: dict[int, jax.Array]) -> None:
         return
     for even in range(0, config.num_q_heads, 2):
         odd = heads.get(even + 1, heads[even])  # past the last head lies padding
-        pairs = config.q_rows_per_token // 2
-        store_pairs(buffer, even // 2, pairs, heads[even], odd, interpreted=refs.interpreted)
+        low, high = (pltpu.bitcast(rows.astype(_F32), _U32) for rows in (heads[even], odd))
+        stride = config.q_rows_per_token // 2
+        store_words(buffer, (low >> 16) | high, even // 2, stride=stride, interpret=refs.interpreted)
 
 
 # ---- Keys and values.
@@ -190,7 +187,7 @@ def _scores(refs: Refs, i: int, item: Item, count: int) -> jax.Array:
     return jnp.tanh(s) * refs.factors[1] if config.capped else s
 
 
-def _weigh_values(refs: Refs, i: int, item: Item, weights: jax.Array) -> jax.Array:
+def _weigh_values(refs: Refs, item: Item, weights: jax.Array) -> jax.Array:
     """Returns V^T P^T of an item."""
     return _product(refs.config, refs.values[item.kv_head, :, : weights.shape[0]], weights)
 
@@ -231,7 +228,7 @@ def interior_block(refs: Refs, slot: Scalar) -> None:
         waiting.append((i, item, p.reshape(config.block_tokens, config.columns).astype(config.compute_dtype)))
         if len(waiting) > config.deferred:
             j, earlier, weights = waiting.pop(0)
-            refs.acc[j] += _weigh_values(refs, j, earlier, weights)
+            refs.acc[j] += _weigh_values(refs, earlier, weights)
     for n, (_, _, weights) in enumerate(waiting):
         refs.waiting[n, : config.block_tokens] = weights
 
@@ -241,7 +238,7 @@ def end_interior(refs: Refs) -> None:
     config = refs.config
     items = list(enumerate(config.items()))
     for n, (i, item) in enumerate(items[len(items) - config.deferred :]):
-        refs.acc[i] += _weigh_values(refs, i, item, refs.waiting[n])
+        refs.acc[i] += _weigh_values(refs, item, refs.waiting[n])
 
 
 # ---- Edge steps.
@@ -270,7 +267,8 @@ def edge_step(refs: Refs, tile: Tile, block: Scalar, slot: Scalar, step: Scalar,
         if config.folded:
             new = jnp.where(exact != 0, new, _floor_bfloat16(new))
         keep = jnp.exp2(old - new)
-        p = jnp.exp2(jnp.where(sees, s - new[jnp.newaxis], _NEVER))
+        # A column that has seen no key yet gets weights of 1 here; its first key takes them off (keep is then 0).
+        p = jnp.exp2(s - new[jnp.newaxis])
         refs.anchor[i] = new
         refs.total[i] = refs.total[i] * keep + jnp.sum(p, axis=0)
         waiting.append((i, item, keep, p.reshape(count, config.columns).astype(config.compute_dtype)))
@@ -284,7 +282,7 @@ def _rescale_and_add(refs: Refs, i: int, item: Item, keep: jax.Array, weights: j
     """Rescales the answers of an item to its new anchor and adds the weighted values."""
     lanes, columns = refs.acc.shape[1:]
     scaled = refs.acc[i].reshape(lanes // SUBLANES, SUBLANES, columns) * keep[jnp.newaxis]
-    refs.acc[i] = scaled.reshape(lanes, columns) + _weigh_values(refs, i, item, weights)
+    refs.acc[i] = scaled.reshape(lanes, columns) + _weigh_values(refs, item, weights)
 
 
 def _floor_bfloat16(x: jax.Array) -> jax.Array:

@@ -51,12 +51,17 @@ def visible(refs: Refs, tile: Tile, block: Scalar, first: Scalar, part: int) -> 
     """
     config = refs.config
     shape = (config.edge_tokens // SUBLANES, SUBLANES, config.columns)
-    row = lax.broadcasted_iota(_I32, shape, 0) * SUBLANES + lax.broadcasted_iota(_I32, shape, 1)
-    token = token_of(config, row, config.edge_tokens)
     base = block * config.block_tokens + first
     column = lax.broadcasted_iota(_I32, shape[1:], 1) + part * config.columns
     last = jnp.minimum(tile.position + (column & (config.query_block - 1)), tile.end - 1) - base
-    seen = token <= jnp.minimum(last, _stop(config, tile, block) - 1 - first)[jnp.newaxis]
+    stop = jnp.minimum(last, _stop(config, tile, block) - 1 - first)
+    if row_phases(config) > 1:
+        row = lax.broadcasted_iota(_I32, shape, 0) * SUBLANES + lax.broadcasted_iota(_I32, shape, 1)
+        token = token_of(config, row, config.edge_tokens)
+    else:  # the token's place in its register moves to the other side, where it is one addition for all registers
+        place = lax.broadcasted_iota(_I32, shape[1:], 0)
+        token, last, stop = lax.broadcasted_iota(_I32, shape, 0) * SUBLANES, last - place, stop - place
+    seen = token <= stop[jnp.newaxis]
     if config.windowed:
         seen &= token > (last - refs.window[0])[jnp.newaxis]
     return seen

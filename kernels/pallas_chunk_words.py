@@ -1,55 +1,17 @@
-"""Rows of narrow floats read and written as 32-bit words, the one place where the interpreter needs a twin.
-
-Memory packs 32 / bits rows of a narrow type into each 32-bit row. Compiled code reads such rows through
-`ref.bitcast`, with a stride, at the price of a plain load. The interpreter cannot read through a bitcast reference:
-its twin loads the rows as they are and casts the value.
-"""
+"""From the rows of a block to the keys and values of its heads, whatever the cache's dtype."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnd.kernels.pallas_chunk_config import LANES, ChunkConfig
+from attnd.kernels.pallas_words import load_words
 
 _F32, _BF16, _I32, _U32 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32
-
-
-def load_words(ref: Any, start: Any, count: int, stride: int, *, interpreted: bool) -> jax.Array:
-    """Returns every `stride`-th 32-bit row of a [rows, 128] reference.
-
-    Args:
-        ref: Rows of any dtype of at most 32 bits.
-        start: First 32-bit row.
-        count: 32-bit rows to return.
-        stride: Distance between them.
-        interpreted: Whether the kernel runs in the interpreter.
-
-    Returns:
-        [count, 128], uint32; float32 if the reference is.
-    """
-    packing = 4 // jnp.dtype(ref.dtype).itemsize
-    if packing == 1:
-        return ref[pl.ds(start, count, stride)]
-    if not interpreted:
-        return ref.bitcast(_U32)[pl.ds(start, count, stride)]
-    rows = ref[pl.ds(start * packing, ((count - 1) * stride + 1) * packing)]
-    return pltpu.bitcast(rows, _U32)[::stride]
-
-
-def store_pairs(ref: Any, start: int, stride: int, even: jax.Array, odd: jax.Array, *, interpreted: bool) -> None:
-    """Writes rows 2 * (start + n * stride) and their successors of a bfloat16 [rows, 128] reference."""
-    if interpreted:
-        count = even.shape[0]
-        ref[pl.ds(2 * start, count, 2 * stride)] = even
-        ref[pl.ds(2 * start + 1, count, 2 * stride)] = odd
-        return
-    low = pltpu.bitcast(even.astype(_F32), _U32) >> 16
-    ref.bitcast(_U32)[pl.ds(start, even.shape[0], stride)] = low | pltpu.bitcast(odd.astype(_F32), _U32)
 
 
 def low_bfloat16(words: jax.Array) -> jax.Array:
@@ -133,18 +95,18 @@ def stored_heads(
     config = refs.config
     phases = row_phases(config)
     period = config.rows_per_token * phases // config.packing  # words
+    start = first * config.rows_per_token
+    start = start if isinstance(start, int) else pl.multiple_of(start, 16)
     unpacked: dict[tuple[int, int], list[jax.Array]] = {}
 
     def half_row(half: int, row: int) -> jax.Array:
         word, n = divmod(row, config.packing)
         if (half, word) not in unpacked:
-            words = load_words(
-                refs.kv_buffer.at[slot, half],
-                lax.div(first, phases) * period + word,
-                count // phases,
-                period,
-                interpreted=refs.interpreted,
-            )
+            block = refs.kv_buffer.at[slot, half, pl.ds(start, count * config.rows_per_token)]
+            if config.packing == 1:
+                words = block[pl.ds(word, count, period)]
+            else:
+                words = load_words(block, word, count // phases, stride=period, interpret=refs.interpreted)
             if keep is not None and phases == 1:
                 words = jnp.where(keep, words, jnp.zeros((), words.dtype))
             unpacked[half, word] = unpack(words, refs.kv_buffer.dtype)
