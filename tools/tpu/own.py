@@ -1,14 +1,20 @@
 """Our own kernels as programs to compile, at any shape."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import jax.numpy as jnp
 
+from attnd.kernels import pallas_blocks
+from attnd.kernels.contract import CACHE_DTYPES, CacheSpec, Layout
+from attnd.kernels.pallas_blocks import Features, Tuning
 from attnd.kernels.pallas_chunk import chunk as chunk_kernel
 from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_decode import decode as decode_kernel
 from attnd.kernels.pallas_decode_config import DecodeConfig
+from attnd.kernels.pallas_plan import LaunchShape
+from attnd.kernels.pallas_programs import Program, Programs
+from attnd.kernels.tpu_chips import CHIPS
 from tools.tpu.programs import INT32, array, lower
 from tools.tpu.shapes import LLAMA
 
@@ -63,3 +69,25 @@ def _given(config: DecodeConfig | ChunkConfig, scalars: dict[str, Any]) -> dict[
 
 def _names(config: type) -> set[str]:
     return {each.name for each in fields(config)}
+
+
+def attnd(
+    devices: Any,
+    *,
+    spec: dict[str, Any],
+    num_q_heads: int,
+    q_dtype: str,
+    shape: dict[str, int],
+    features: dict[str, bool],
+    generation: str,
+    unlimited: bool = False,
+) -> Any:
+    """A program as the server runs it: padding, one of the kernels, the pool donated."""
+    chip = CHIPS[generation]
+    if unlimited:
+        chip = replace(chip, vmem_bytes=1 << 40, smem_bytes=1 << 40)
+    cache = CacheSpec(**spec | {"layout": Layout(spec["layout"]), "dtype": CACHE_DTYPES[spec["dtype"]]})
+    launch = LaunchShape(**shape)
+    make = pallas_blocks.decode_config if launch.is_decode else pallas_blocks.chunk_config
+    config = make(cache, num_q_heads, q_dtype, launch, Features(**features), Tuning(chip=chip))
+    return Programs(devices[0], interpret=False).lower(Program(spec=cache, num_q_heads=num_q_heads, config=config))
