@@ -1,0 +1,73 @@
+"""What the person sees: the answers on stdout; while several grow at once, a live view of them on stderr."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+
+class Display(Protocol):
+    """Shows answers as they grow."""
+
+    def add(self, index: int, text: str) -> None:
+        """Shows more of the answer to question `index`."""
+
+    def finish(self, index: int) -> None:
+        """Takes the answer to question `index` as complete."""
+
+    def close(self) -> None:
+        """Leaves the terminal in order."""
+
+
+class OneAnswer:
+    """A single answer: its text streams to stdout."""
+
+    def add(self, index: int, text: str) -> None:  # noqa: ARG002 - there is one answer
+        """Prints the text."""
+        print(text, end="", flush=True)
+
+    def finish(self, index: int) -> None:
+        """Has nothing left to show."""
+
+    def close(self) -> None:
+        """Ends the line."""
+        print(flush=True)
+
+
+class ManyAnswers:
+    """Several answers: on a terminal they grow side by side on stderr; each goes to stdout in one piece, when done."""
+
+    def __init__(self, questions: Sequence[str]) -> None:
+        self._questions = questions
+        self._texts = [""] * len(questions)
+        console = Console(stderr=True)
+        self._live = Live(console=console, transient=True, redirect_stdout=False, get_renderable=self._panels)
+        self._is_live = console.is_terminal
+        if self._is_live:
+            self._live.start()
+
+    def add(self, index: int, text: str) -> None:
+        """Lets the answer grow in its panel."""
+        self._texts[index] += text
+
+    def finish(self, index: int) -> None:
+        """Prints the question and its answer, above the live view where that shares the terminal."""
+        paragraph = f"[{index + 1}] {self._questions[index]}\n{self._texts[index].strip()}\n"
+        if self._is_live:
+            self._live.stop()
+        print(paragraph, flush=True)
+        if self._is_live:
+            self._live.start()
+
+    def close(self) -> None:
+        """Takes the live view away."""
+        if self._is_live:
+            self._live.stop()
+
+    def _panels(self) -> Columns:
+        titled = zip(self._questions, self._texts, strict=True)
+        return Columns([Panel(Text(text), title=Text(question), width=56) for question, text in titled])
