@@ -9,6 +9,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+PANEL_WIDTH = 56
+
 
 class Display(Protocol):
     """Shows answers as they grow."""
@@ -43,31 +45,37 @@ class ManyAnswers:
 
     def __init__(self, questions: Sequence[str]) -> None:
         self._questions = questions
-        self._texts = [""] * len(questions)
-        console = Console(stderr=True)
-        self._live = Live(console=console, transient=True, redirect_stdout=False, get_renderable=self._panels)
-        self._is_live = console.is_terminal
-        if self._is_live:
-            self._live.start()
+        self._growing = dict.fromkeys(range(len(questions)), "")
+        self._console = Console(stderr=True)
+        self._live: Live | None = None
+        self._show()
 
     def add(self, index: int, text: str) -> None:
         """Lets the answer grow in its panel."""
-        self._texts[index] += text
+        self._growing[index] += text
 
     def finish(self, index: int) -> None:
-        """Prints the question and its answer, above the live view where that shares the terminal."""
-        paragraph = f"[{index + 1}] {self._questions[index]}\n{self._texts[index].strip()}\n"
-        if self._is_live:
-            self._live.stop()
-        print(paragraph, flush=True)
-        if self._is_live:
-            self._live.start()
+        """Prints the question and its answer, above the live view of those that still grow."""
+        self.close()
+        print(f"[{index + 1}] {self._questions[index]}\n{self._growing.pop(index).strip()}\n", flush=True)
+        self._show()
 
     def close(self) -> None:
         """Takes the live view away."""
-        if self._is_live:
+        if self._live:
             self._live.stop()
+            self._live = None
+
+    def _show(self) -> None:
+        if self._growing and self._console.is_terminal:
+            # A new view each time: an old one would wipe the lines that were printed since.
+            self._live = Live(console=self._console, transient=True, redirect_stdout=False, get_renderable=self._panels)
+            self._live.start()
 
     def _panels(self) -> Columns:
-        titled = zip(self._questions, self._texts, strict=True)
-        return Columns([Panel(Text(text), title=Text(question), width=56) for question, text in titled])
+        return Columns(
+            [
+                Panel(Text(text), title=Text(self._questions[index]), width=PANEL_WIDTH)
+                for index, text in sorted(self._growing.items())
+            ]
+        )
