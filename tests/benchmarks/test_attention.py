@@ -30,14 +30,15 @@ def test_answer_agrees_with_the_reference_implementation(workload):
     np.testing.assert_allclose(workloads.answer(workload), attended.out, atol=1e-6)
 
 
-def test_our_implementation_and_the_baselines_run(workload):
+def test_our_implementation_and_the_stream_run(workload):
     expected = workloads.answer(workload)
-    for call in (
-        attention.ours(workload, expected),
-        attention.stream(workload),
-        attention.jax_reference(workload, expected),
-    ):
+    for call in (attention.ours(workload, expected), attention.stream(workload)):
         assert call() > 0
+
+
+def test_jax_reference_runs():
+    workload = workloads.make("mixed", *SHAPES["mixed"], workloads.FLOAT32, HEADS)
+    assert attention.jax_reference(workload, workloads.answer(workload))() > 0
 
 
 @pytest.mark.peers
@@ -70,7 +71,7 @@ def test_workloads_have_the_documented_shapes():
 
 
 def test_page_table_is_permuted_and_pages_are_distinct():
-    pages = workloads.decode(workloads.BFLOAT16).pages_used
+    pages = workloads.make("decode", [1] * 4, [64] * 4, workloads.FLOAT32, HEADS).pages_used
     assert len(set(pages.tolist())) == len(pages)
     assert (np.diff(pages) != 1).any()
 
