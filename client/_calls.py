@@ -40,7 +40,7 @@ class Call(Generic[ResultT]):
         method: Name of the rpc.
         request: The message without its arrays.
         arrays: The arrays of the message, by field.
-        read: Makes the result from the answer.
+        read: Makes the result from the answer, without its arrays, and the arrays by field.
         timeout_s: Seconds to wait for the answer; None leaves it to the client.
         incarnation_id: The run of the server that made the handles in the request; empty when it has none.
         makes_handles: Whether the answer has handles, so that the run of the server must be known.
@@ -48,7 +48,7 @@ class Call(Generic[ResultT]):
 
     method: str
     request: Message
-    read: Callable[[Any], ResultT]
+    read: Callable[[Any, Mapping[str, np.ndarray]], ResultT]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     timeout_s: float | None = None
     incarnation_id: str = ""

@@ -5,6 +5,7 @@ that would have to be rounded, cut or guessed.
 """
 
 import operator
+from collections.abc import Mapping
 from typing import Final, SupportsFloat, SupportsIndex
 
 import ml_dtypes  # noqa: F401 (registers bfloat16 and float8 with NumPy, by name)
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnd.client._errors import InternalError, InvalidArgumentError, ResourceExhaustedError
-from attnd.v1 import tensor_pb2, tensors
+from attnd.v1 import tensors
 from attnd.v1.limits import MESSAGE_BYTES_MAX
 
 _INT32: Final = np.iinfo(np.int32)
@@ -72,17 +73,15 @@ def counts_array(value: npt.ArrayLike, field: str) -> np.ndarray:
     return integers_array([int(value)] if isinstance(value, int | np.integer) else value, field)
 
 
-def array_of(tensor: tensor_pb2.Tensor, field: str) -> np.ndarray:
-    """Returns a message's array, writable and owning its memory.
+def owned(arrays: Mapping[str, np.ndarray], field: str) -> np.ndarray:
+    """Returns an array of an answer, writable and owning its memory.
 
     Raises:
-        InternalError: The server sent something that is not an array.
+        InternalError: The answer lacks it.
     """
-    try:
-        array: np.ndarray = tensors.from_tensor(tensor, field).copy()
-    except tensors.TensorError as error:
-        raise InternalError(f"The answer cannot be read: {error.message}", reason="ANSWER_MALFORMED") from error
-    return array
+    if field not in arrays:
+        raise InternalError(f"The answer lacks {field}.", reason="ANSWER_MALFORMED")
+    return arrays[field].copy()
 
 
 def dtype_name(dtype: npt.DTypeLike) -> str:

@@ -1,0 +1,154 @@
+"""Messages with large arrays, written and read without taking the arrays through the protobuf library.
+
+Protobuf copies a bytes field several times on its way in and out. Here the library writes and reads everything but
+the elements: each array's bytes are copied once into the message, and not at all out of it. The bytes are those that
+protobuf itself would write.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple, TypeVar, cast
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from attnd.v1 import tensor_pb2, tensors
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+_FIXED_SIZES: Final = {_FIXED64: 8, _FIXED32: 4}
+_VARINT_BYTES_MAX: Final = 10
+_DATA_NUMBER: Final = tensor_pb2.Tensor.DATA_FIELD_NUMBER
+
+
+def pack(header: Message, arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Returns the bytes of a message.
+
+    Args:
+        header: The message without its arrays.
+        arrays: The arrays, by field. Their fields' numbers must exceed those of the header's fields, as they do in
+            every message of attnd: the header is written first.
+
+    Raises:
+        TensorError: An array's dtype has no wire name.
+        EncodeError: The header is too large.
+    """
+    numbers = {name: header.DESCRIPTOR.fields_by_name[name].number for name in arrays}
+    parts: list[bytes | memoryview] = [header.SerializeToString()]
+    for name in sorted(arrays, key=numbers.__getitem__):
+        array = arrays[name]
+        dtype = tensors.dtype_of_name(array.dtype.name, name).newbyteorder("<")
+        elements = np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
+        begin = tensor_pb2.Tensor(dtype=array.dtype.name, shape=array.shape).SerializeToString()
+        if len(elements) > 0:  # protobuf leaves empty fields out
+            begin += _tag(_DATA_NUMBER) + _varint(len(elements))
+        parts += [_tag(numbers[name]), _varint(len(begin) + len(elements)), begin, elements]
+    return b"".join(parts)
+
+
+def unpack(message: bytes, kind: type[MessageT]) -> tuple[MessageT, dict[str, np.ndarray]]:
+    """Returns a message without its arrays, and the arrays by field, read-only views of the message's bytes.
+
+    Raises:
+        DecodeError: The bytes are not a message of the type, or have an array twice.
+        TensorError: An array's dtype, shape and bytes do not agree.
+    """
+    names = {
+        field.number: field.name
+        for field in kind.DESCRIPTOR.fields
+        if field.message_type is tensor_pb2.Tensor.DESCRIPTOR
+    }
+    view = memoryview(message)
+    header: list[memoryview] = []
+    arrays: dict[str, np.ndarray] = {}
+    for field in _fields(view):
+        name = names.get(field.number) if field.wire_type == _LENGTH_DELIMITED else None
+        if name is None:
+            header.append(view[field.start : field.end])
+        elif name in arrays:
+            raise DecodeError(f"{name} is given twice.")
+        else:
+            tensor = cast("tensor_pb2.Tensor", _parts(view[field.value : field.end]))
+            arrays[name] = tensors.from_tensor(tensor, name)
+    return kind.FromString(b"".join(header)), arrays
+
+
+class _Field(NamedTuple):
+    """Where a field lies in its message.
+
+    Attributes:
+        number: Its number.
+        wire_type: How its value is written.
+        start: Where its tag begins.
+        value: Where its value begins, past the length if it has one.
+        end: Where its value ends.
+    """
+
+    number: int
+    wire_type: int
+    start: int
+    value: int
+    end: int
+
+
+class _Tensor(NamedTuple):
+    """What `tensors.from_tensor` reads of a `Tensor`, the elements still in the message."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def _parts(view: memoryview) -> _Tensor:
+    rest: list[memoryview] = []
+    data = view[:0]
+    for field in _fields(view):
+        if field.number == _DATA_NUMBER and field.wire_type == _LENGTH_DELIMITED:
+            data = view[field.value : field.end]
+        else:
+            rest.append(view[field.start : field.end])
+    described = tensor_pb2.Tensor.FromString(b"".join(rest))
+    return _Tensor(described.dtype, tuple(described.shape), data)
+
+
+def _fields(view: memoryview) -> Iterator[_Field]:
+    start = 0
+    while start < len(view):
+        tag, value = _read_varint(view, start)
+        number, wire_type = tag >> 3, tag & 7
+        if wire_type == _VARINT:
+            _, end = _read_varint(view, value)
+        elif wire_type == _LENGTH_DELIMITED:
+            size, value = _read_varint(view, value)
+            end = value + size
+        elif wire_type in _FIXED_SIZES:
+            end = value + _FIXED_SIZES[wire_type]
+        else:
+            raise DecodeError(f"Wire type {wire_type} is not used by attnd.")
+        if end > len(view):
+            raise DecodeError("The message is cut off.")
+        yield _Field(number, wire_type, start, value, end)
+        start = end
+
+
+def _read_varint(view: memoryview, start: int) -> tuple[int, int]:
+    """Returns a number and the place behind it."""
+    number = 0
+    for i, byte in enumerate(view[start : start + _VARINT_BYTES_MAX]):
+        number |= (byte & 0x7F) << (7 * i)
+        if byte < 0x80:
+            return number, start + i + 1
+    raise DecodeError("A number of the message has no end.")
+
+
+def _tag(number: int) -> bytes:
+    return _varint(number << 3 | _LENGTH_DELIMITED)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
