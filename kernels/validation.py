@@ -7,6 +7,8 @@ through to wrong answers, follow. Every function here reads NumPy only, and cost
 Arrays of metadata are taken as the caller sent them, of any rank and dtype: that is what is judged.
 """
 
+from typing import SupportsIndex
+
 import numpy as np
 from jaxtyping import Int32, Shaped
 
@@ -174,7 +176,7 @@ def page_reads(spec: CacheSpec, page_indices: Shaped[np.ndarray, "..."]) -> Int3
     return page_indices
 
 
-def layer_index(spec: CacheSpec, layer: int) -> int:
+def layer_index(spec: CacheSpec, layer: SupportsIndex) -> int:
     """Returns a layer as a Python integer.
 
     Raises:
