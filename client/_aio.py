@@ -52,8 +52,8 @@ class AsyncExecutor:
 
     async def close(self) -> None:
         """Closes the channel; calls that still run are cancelled."""
-        # A channel inherited through a fork is the parent's to close, and closing it here would hang.
-        open_here = self._loop is not None and not (self.core.closed or self.core.forked)
+        # A channel inherited through a fork is the parent's to close, one of another loop nobody's: either would hang.
+        open_here = not (self.core.closed or self.core.forked) and self._loop is asyncio.get_running_loop()
         self.core.closed = True
         if open_here:
             await self._channel.close()
