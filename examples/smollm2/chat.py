@@ -51,7 +51,10 @@ class ChatTokenizer:
 
 
 def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """Builds the byte-level BPE: digits one by one, then GPT-2's split into words, then merges of bytes."""
+    """Builds the byte-level BPE: digits one by one, then GPT-2's split into words, then merges of bytes.
+
+    Transformers, where it reads GGUF, leaves the digits out, which shows only where several spaces precede a digit.
+    """
     if vocabulary.pre_tokenizer != "smollm":
         raise ModelFileError(f"the pre-tokenizer is {vocabulary.pre_tokenizer!r}; this example knows 'smollm'")
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}

@@ -30,26 +30,33 @@ class TransformersPeer:
         self._tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         self._model = model.eval()
+        self._answers: dict[str, list[int]] = {}
 
     def render(self, question: str) -> str:
-        return self._tokenizer.apply_chat_template(_messages(question), tokenize=False, add_generation_prompt=True)
+        return str(self._tokenizer.apply_chat_template(_messages(question), tokenize=False, add_generation_prompt=True))
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+        return list(self._tokenizer.encode(text))
 
     def answer(self, question: str) -> list[int]:
         """Returns the greedy answer, the end token included."""
+        if question not in self._answers:
+            self._answers[question] = self._generate(question)
+        return self._answers[question]
+
+    def _generate(self, question: str) -> list[int]:
         prompt_ids = self.encode(self.render(question))
         ids = torch.tensor([prompt_ids])
         out = self._model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
         )
-        return out[0, len(prompt_ids) :].tolist()
+        return list(out[0, len(prompt_ids) :].tolist())
 
     def logits(self, token_ids: list[int]) -> NDArray[np.float32]:
         """Returns float32 [tokens, vocabulary]."""
         with torch.no_grad():
-            return self._model(torch.tensor([token_ids])).logits[0].numpy()
+            logits: NDArray[np.float32] = self._model(torch.tensor([token_ids])).logits[0].numpy()
+        return logits
 
 
 def record() -> None:
