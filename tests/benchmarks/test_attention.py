@@ -5,7 +5,7 @@ import pytest
 
 from attnd.kernels.contract import AttentionOptions, KernelHints
 from attnd.kernels.reference import Reference
-from benchmarks import attention, native, torch_sdpa, workloads
+from benchmarks import attention, native, workloads
 
 HEADS = workloads.Heads(num_q_heads=6, num_kv_heads=2, head_dim=16, page_size=4)
 SHAPES = {
@@ -39,18 +39,6 @@ def test_our_implementation_and_the_stream_run(workload):
 def test_jax_reference_runs():
     workload = workloads.make("mixed", *SHAPES["mixed"], workloads.FLOAT32, HEADS)
     assert attention.jax_reference(workload, workloads.answer(workload))() > 0
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize("fetch", torch_sdpa.FETCHES)
-def test_torch_is_right_in_every_variant(workload, fetch):
-    torch = torch_sdpa.load()
-    if torch is None:
-        pytest.skip("torch is not installed; `make bench` has it")
-    competitor = torch_sdpa.TorchSdpa(torch, workload)
-    variant, call = attention.torch_call(competitor, fetch, workload, workloads.answer(workload))
-    assert variant in competitor.variants(fetch)
-    assert call() > 0
 
 
 def test_check_refuses_a_wrong_answer_and_nan(workload):
