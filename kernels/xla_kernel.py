@@ -46,7 +46,6 @@ class ProgramShape:
         items: Most items of a call.
         slots: Entries of the table of pages.
         tile: Keys of a step; a multiple of page_size.
-        capped: Whether there is a soft cap.
     """
 
     layout: Layout
@@ -61,7 +60,6 @@ class ProgramShape:
     items: int
     slots: int
     tile: int
-    capped: bool
 
 
 T = TypeVar("T")
@@ -87,7 +85,7 @@ class Inputs(NamedTuple, Generic[T]):
         table: int32 [slots + tile / page_size], page ids, item after item. Entries that no key needs may hold anything.
         items: int32 [items, 5], rows of `Item`.
         counts: int32 [2], the number of items and the sliding window.
-        soft_cap: float32 [1].
+        soft_cap: float32 [1]; 0 if there is none.
     """
 
     q: T
@@ -178,7 +176,7 @@ def _attend_item(shape: ProgramShape, pool: Pool[Array], inputs: Inputs[Array], 
     q = q.reshape(shape.queries, heads, group, shape.head_dim).transpose(1, 0, 2, 3)
     q = q.reshape(heads, columns, shape.head_dim)
     positions = item.position + jnp.arange(columns, dtype=jnp.int32) // group
-    window = inputs.counts[1]
+    window, soft_cap = inputs.counts[1], inputs.soft_cap[0]
 
     def one_tile(step: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = state
@@ -193,8 +191,7 @@ def _attend_item(shape: ProgramShape, pool: Pool[Array], inputs: Inputs[Array], 
         scores = lax.dot_general(k, q, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         if k_scales is not None:
             scores = scores * k_scales
-        if shape.capped:
-            scores = inputs.soft_cap[0] * jnp.tanh(scores / inputs.soft_cap[0])
+        scores = lax.cond(soft_cap > 0, lambda x: soft_cap * jnp.tanh(x / soft_cap), lambda x: x, scores)
         seen = (keys[:, None] <= positions) & (keys[:, None] > positions - window) & readable[:, None]
         scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(1))

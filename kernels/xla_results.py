@@ -34,7 +34,7 @@ class Results:
         if self._merges:
             self._parts.append((call, out, lse))
             return
-        for i, (token, length) in enumerate(zip(call.tokens.tolist(), call.lengths.tolist(), strict=True)):
+        for i, (token, length) in enumerate(zip(call.tokens, call.lengths, strict=True)):
             rows = slice(token, token + length)
             np.multiply(out[i, :length], self._v_scale, out=self.out[rows], casting="same_kind")
             self.lse[rows] = lse[i, :length]
@@ -45,7 +45,7 @@ class Results:
             return
         total = np.zeros(self.out.shape, np.float32)
         for call, out, lse in self._parts:
-            for i, (token, length) in enumerate(zip(call.tokens.tolist(), call.lengths.tolist(), strict=True)):
+            for i, (token, length) in enumerate(zip(call.tokens, call.lengths, strict=True)):
                 rows = slice(token, token + length)
                 part = lse[i, :length]
                 merged = np.logaddexp(self.lse[rows], part)
