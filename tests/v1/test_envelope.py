@@ -97,3 +97,10 @@ def test_refuses_shapes_that_the_bytes_do_not_fill():
     message = attention_pb2.AttendResponse(out=tensor).SerializeToString()
     with pytest.raises(tensors.TensorError, match="must be"):
         envelope.unpack(message, attention_pb2.AttendResponse)
+
+
+def test_refuses_more_fields_than_any_call_has():
+    with pytest.raises(DecodeError, match="more than 131072 fields"):
+        envelope.unpack(b"\x10\x01" * (1 << 18), attention_pb2.AttendRequest)
+    header = attention_pb2.AttendRequest(sequences=[b"0" * 16] * 65536)
+    assert envelope.unpack(header.SerializeToString(), attention_pb2.AttendRequest)[0] == header
