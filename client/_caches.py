@@ -82,7 +82,7 @@ def create_cache(
         pages_by=_info.pages_by_number(pages_by),
         num_q_heads=_messages.optional_integer(num_q_heads, "num_q_heads", bits=32),
     )
-    return Call(method="CreateCache", request=request, read=_cache, timeout_s=timeout_s, makes_handles=True)
+    return Call(method="CreateCache", request=request, read=_cache, timeout_s=timeout_s)
 
 
 def get_cache(client: object, name: str) -> Call[CacheInfo]:  # noqa: ARG001
@@ -92,7 +92,7 @@ def get_cache(client: object, name: str) -> Call[CacheInfo]:  # noqa: ARG001
         NotFoundError: There is none.
     """
     request = cache_pb2.GetCacheRequest(name=_messages.text(name, "name"))
-    return Call(method="GetCache", request=request, read=_cache, makes_handles=True)
+    return Call(method="GetCache", request=request, read=_cache)
 
 
 def list_caches(client: object) -> Call[list[CacheInfo]]:  # noqa: ARG001
@@ -101,7 +101,6 @@ def list_caches(client: object) -> Call[list[CacheInfo]]:  # noqa: ARG001
         method="ListCaches",
         request=cache_pb2.ListCachesRequest(),
         read=lambda response, _: [_info.cache_info(each) for each in response.caches],
-        makes_handles=True,
     )
 
 

@@ -72,11 +72,6 @@ class Core:
         """Whether this process inherited the client rather than made it."""
         return os.getpid() != self._pid
 
-    @property
-    def incarnation_id(self) -> str:
-        """The run of the server that was last asked; empty before."""
-        return self.server.incarnation_id if self.server is not None else ""
-
     def check_usable(self) -> None:
         """Refuses calls that would hang or fail in gRPC's depths.
 
@@ -105,9 +100,6 @@ class Core:
         Raises:
             AttndError: The call failed.
         """
-        if call.makes_handles:
-            # Handles remember the run that made them: only so can a restart be told from a deletion later on.
-            self.server = yield from self._ask(_caches.server_info(None), time.perf_counter_ns())
         try:
             return (yield from self._ask(call, started_ns))
         except NotFoundError as error:

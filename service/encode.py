@@ -76,6 +76,7 @@ def cache(cache: Cache) -> cache_pb2.Cache:
         num_free_pages=cache.spec.num_pages if sequences is None else sequences.num_free_pages,
         num_sequences=0 if sequences is None else len(sequences),
         implementation=cache.implementation.name,
+        incarnation_id=cache.incarnation_id,
     )
 
 
