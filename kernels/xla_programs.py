@@ -10,13 +10,13 @@ from jaxtyping import Float, Float32, Shaped
 from attnd.kernels.contract import AttentionOptions, CacheSpec
 from attnd.kernels.host_pages import HostPages, aligned_zeros
 from attnd.kernels.xla_kernel import ArgumentShape, Inputs, Pool, ProgramShape, attend, input_shapes, pool_shapes
+from attnd.kernels.xla_results import by_head
 from attnd.kernels.xla_work import Bucket, Call, Paging
 
 BUCKETS: Final = (
-    Bucket(queries=1, items=64, tile=256),
-    Bucket(queries=16, items=16, tile=128),
-    Bucket(queries=64, items=8, tile=128),
-    Bucket(queries=256, items=2, tile=128),
+    Bucket(queries=1, items=64),
+    Bucket(queries=16, items=16),
+    Bucket(queries=128, items=4),
 )
 NO_WINDOW: Final = 2**31 - 1
 
@@ -33,10 +33,12 @@ def program_shape(spec: CacheSpec, num_q_heads: int, bucket: Bucket) -> ProgramS
         num_kv_heads=spec.num_kv_heads,
         num_q_heads=num_q_heads,
         head_dim=spec.head_dim,
+        # What a step holds should stay in a core's cache: all heads of one query, or one head of many.
+        heads=spec.num_kv_heads if bucket.queries == 1 else 1,
         queries=bucket.queries,
         items=bucket.items,
         slots=paging.slots,
-        tile=paging.tile(bucket),
+        tile=paging.tile,
     )
 
 
@@ -68,7 +70,6 @@ class Program:
     """One compiled program. Threads may run it at the same time, each under its own number."""
 
     def __init__(self, shape: ProgramShape, device: jax.Device, num_threads: int) -> None:
-        self._queries = shape.queries
         self._inputs = input_shapes(shape)
         self._device = device
         self._staging: list[Staging | None] = [None] * num_threads
@@ -83,14 +84,15 @@ class Program:
         *,
         thread: int,
     ) -> tuple[
-        Float32[np.ndarray, "items queries num_q_heads head_dim"], Float32[np.ndarray, "items queries num_q_heads"]
+        Float32[np.ndarray, "items num_kv_heads queries group head_dim"],
+        Float32[np.ndarray, "items num_kv_heads queries group"],
     ]:
         """Attends over the items of a call; see `xla_kernel.attend` for what it returns."""
         host, device = self._staged(thread)
         scale = np.float32(options.sm_scale * (options.k_scale or 1.0))
-        for row, (token, length) in enumerate(zip(call.tokens, call.lengths, strict=True)):
-            row *= self._queries  # noqa: PLW2901 - of the item, then of its first query
-            np.multiply(q[token : token + length], scale, out=host.q[row : row + length], dtype=np.float32)
+        for block, token, length in zip(host.q, call.tokens, call.lengths, strict=False):
+            rows = by_head(q[token : token + length], len(block))
+            np.multiply(rows, scale, out=block[:, :length], dtype=np.float32)
         host.items[: len(call.items)] = call.items
         host.table[: len(call.table)] = call.table
         host.counts[0] = len(call.items)

@@ -13,18 +13,19 @@ from attnd.kernels.contract import RaggedBatch
 WORTH_A_THREAD: Final = 1 << 18
 
 
-# A page is at most this many tokens to a program: larger ones are cut.
-PAGE_SIZE_MAX: Final = 128
+# Keys of a step. Fewer cost more steps; the numbers of more leave a core's cache.
+TILE: Final = 256
 SLOTS: Final = 1 << 16
+# A sequence of more blocks than this takes the next larger ones.
+BLOCKS_MAX: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """The sizes of a program: up to `items` blocks of up to `queries` queries of one sequence, `tile` keys a step."""
+    """The sizes of a program: up to `items` blocks of up to `queries` queries of one sequence."""
 
     queries: int
     items: int
-    tile: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +35,20 @@ class Paging:
     Attributes:
         page_size: Tokens of a page as programs see it: a divisor of the cache's.
         parts: Such pages in one of the cache's.
+        tile: Keys of a step: whole pages.
         slots: Most pages of a call.
     """
 
     page_size: int
     parts: int
+    tile: int
     slots: int
 
     @classmethod
     def of(cls, page_size: int) -> "Paging":
         """Returns the paging of a cache."""
-        part = max(size for size in range(1, min(PAGE_SIZE_MAX, page_size) + 1) if page_size % size == 0)
-        return cls(page_size=part, parts=page_size // part, slots=SLOTS)
-
-    def tile(self, bucket: Bucket) -> int:
-        """Returns the keys of a step: whole pages."""
-        return bucket.tile // self.page_size * self.page_size
+        part = max(size for size in range(1, min(TILE, page_size) + 1) if page_size % size == 0)
+        return cls(page_size=part, parts=page_size // part, tile=TILE // part * part, slots=SLOTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ class Call:
     bucket: Bucket
     tokens: Sequence[int]
     lengths: Sequence[int]
-    items: Int32[np.ndarray, "n 5"]
+    items: Int32[np.ndarray, "n 4"]
     table: Int32[np.ndarray, " slots"]
 
 
@@ -112,16 +111,16 @@ def plan(
         num_threads: Threads that may work side by side.
     """
     queries = np.array([bucket.queries for bucket in buckets])
-    sizes = queries[np.minimum(np.searchsorted(queries, batch.q_lens), len(queries) - 1)]
+    # A few small blocks cost less than one that is mostly empty.
+    sizes = queries[np.minimum(np.searchsorted(queries * BLOCKS_MAX, batch.q_lens), len(queries) - 1)]
     blocks = _blocks(batch, sizes, sliding_window, paging)
     whole = len(blocks.seq)
     numbers = int(np.sum((blocks.end - blocks.start) * blocks.length)) * key_size
     threads = min(num_threads, max(1, numbers // WORTH_A_THREAD))
-    unit = max(paging.tile(bucket) for bucket in buckets)
     keys_max = paging.slots * paging.page_size
     if len(blocks.seq) < threads:
         keys_max = min(keys_max, -(-int(np.max(blocks.end - blocks.start)) // threads))
-    blocks = _split(blocks, max(unit, keys_max // unit * unit))
+    blocks = _split(blocks, max(paging.tile, keys_max // paging.tile * paging.tile))
     size_of = sizes[blocks.seq]
     shares = _shares((blocks.end - blocks.start) * size_of, threads)
     calls = [
@@ -204,8 +203,7 @@ def _call(batch: RaggedBatch, blocks: Blocks, pages: Int64[np.ndarray, " n"], pa
     table = batch.page_indices[np.repeat(blocks.seq, pages), index // paging.parts]
     if paging.parts > 1:
         table = table * np.int32(paging.parts) + (index % paging.parts).astype(np.int32)
-    rows = np.arange(len(pages)) * bucket.queries
-    items = np.stack([rows, blocks.position, slot, blocks.start, blocks.end], axis=1).astype(np.int32)
+    items = np.stack([blocks.position, slot, blocks.start, blocks.end], axis=1).astype(np.int32)
     return Call(bucket=bucket, tokens=blocks.token.tolist(), lengths=blocks.length.tolist(), items=items, table=table)
 
 

@@ -28,7 +28,7 @@ def test_no_call_after_warm_up_compiles(layout):
     progress = []
     compiled = implementation.warm_up(spec, case.num_q_heads, lambda *done: progress.append(done))
     assert progress == [(i + 1, compiled) for i in range(compiled)]
-    assert implementation.num_compiled_programs == compiled <= 6
+    assert implementation.num_compiled_programs == compiled == 3
     assert implementation.warm_up(spec, case.num_q_heads) == 0
     pages = implementation.allocate(spec)
     for i in range(120):
@@ -46,7 +46,7 @@ def test_no_call_after_warm_up_compiles(layout):
             return_lse=bool(i % 5),
         )
         attended = implementation.attend(pages, 0, batch, q, options=options, hints=HINTS)
-        assert attended.timings.compile_ns < 10**7
+        assert attended.timings.compile_ns == 0
     assert implementation.num_compiled_programs == compiled
 
 
@@ -114,15 +114,15 @@ def test_every_query_meets_every_key_that_it_sees_once(seed):
     window = int(rng.integers(1, 200)) if seed % 2 else None
     case = Case(name="plan", kv_lens=(1,), q_lens=(1,), page_size=page_size, num_pages=10**6)
     batch = _batch(rng, case.spec, q_lens, kv_lens)
-    paging = dataclasses.replace(Paging.of(page_size), slots=int(rng.integers(200, 400)))
-    buckets = [Bucket(queries=1, items=3, tile=256), Bucket(queries=8, items=2, tile=160)]
+    paging = dataclasses.replace(Paging.of(page_size), slots=int(rng.integers(260, 400)))
+    buckets = [Bucket(queries=1, items=3), Bucket(queries=8, items=2)]
     work = plan(batch, window, paging=paging, key_size=2**18, buckets=buckets, num_threads=int(rng.integers(1, 4)))
     met = [np.zeros((n, kv), int) for n, kv in zip(q_lens, kv_lens, strict=True)]
     for call in (call for calls in work.threads for call in calls):
         assert len(call.items) <= call.bucket.items
         assert len(call.table) <= paging.slots
         for token, length, item in zip(call.tokens, call.lengths, call.items, strict=True):
-            _, position, slot, start, end = item.tolist()
+            position, slot, start, end = item.tolist()
             row = int(batch.token_seqs[token])
             assert length <= call.bucket.queries
             assert position == batch.token_positions[token]
