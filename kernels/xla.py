@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -33,12 +33,19 @@ class XlaPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The work of a batch. The layers of a step share their batch, so that it is planned once."""
+    """The work of a batch and its programs. The layers of a step share their batch, so that it is planned once."""
 
     batch: RaggedBatch
     sliding_window: int | None
     spec: CacheSpec
+    num_q_heads: int
     work: Work
+    programs: Mapping[Bucket, Program]
+
+    def serves(self, batch: RaggedBatch, sliding_window: int | None, spec: CacheSpec, num_q_heads: int) -> bool:
+        """Returns whether it is the plan of this call."""
+        known = (self.batch is batch, self.sliding_window == sliding_window, self.spec is spec)
+        return all(known) and self.num_q_heads == num_q_heads
 
 
 class Xla:
@@ -125,10 +132,10 @@ class Xla:
         if k is not None and v is not None:
             pages.host.append(layer, batch, k, v)
         written_ns = time.perf_counter_ns()
-        work = self._plan(batch, options.sliding_window, pages.spec)
-        planned_ns, num_compiled = time.perf_counter_ns(), self.num_compiled_programs
-        programs = {bucket: self._program(pages.spec, q.shape[1], bucket) for bucket in work.buckets}
-        compile_ns = time.perf_counter_ns() - planned_ns if self.num_compiled_programs > num_compiled else 0
+        num_compiled = self.num_compiled_programs
+        planned = self._plan(batch, options.sliding_window, pages.spec, q.shape[1])
+        work, programs = planned.work, planned.programs
+        compile_ns = time.perf_counter_ns() - written_ns if self.num_compiled_programs > num_compiled else 0
         results = Results(q, num_tokens=batch.num_tokens, v_scale=options.v_scale or 1.0, merges=work.merges)
 
         def run(thread: int) -> None:
@@ -150,10 +157,9 @@ class Xla:
             ),
         )
 
-    def _plan(self, batch: RaggedBatch, sliding_window: int | None, spec: CacheSpec) -> Work:
-        known = self._planned
-        if known and known.batch is batch and known.sliding_window == sliding_window and known.spec is spec:
-            return known.work
+    def _plan(self, batch: RaggedBatch, sliding_window: int | None, spec: CacheSpec, num_q_heads: int) -> Planned:
+        if self._planned is not None and self._planned.serves(batch, sliding_window, spec, num_q_heads):
+            return self._planned
         work = plan(
             batch,
             sliding_window,
@@ -162,8 +168,15 @@ class Xla:
             buckets=BUCKETS,
             num_threads=self._num_threads,
         )
-        self._planned = Planned(batch=batch, sliding_window=sliding_window, spec=spec, work=work)
-        return work
+        self._planned = Planned(
+            batch=batch,
+            sliding_window=sliding_window,
+            spec=spec,
+            num_q_heads=num_q_heads,
+            work=work,
+            programs={bucket: self._program(spec, num_q_heads, bucket) for bucket in work.buckets},
+        )
+        return self._planned
 
     def _program(self, spec: CacheSpec, num_q_heads: int, bucket: Bucket) -> Program:
         """Returns a program, compiled now if `warm_up` has not."""

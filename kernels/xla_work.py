@@ -123,16 +123,13 @@ def plan(
     blocks = _split(blocks, max(paging.tile, keys_max // paging.tile * paging.tile))
     size_of = sizes[blocks.seq]
     shares = _shares((blocks.end - blocks.start) * size_of, threads)
-    calls = [
-        [
-            call
-            for bucket in buckets
-            for call in _calls(
-                batch, _take(blocks, np.flatnonzero((shares == thread) & (size_of == bucket.queries))), paging, bucket
-            )
-        ]
-        for thread in range(threads)
-    ]
+    calls: list[list[Call]] = [[] for _ in range(threads)]
+    for bucket in buckets:
+        of_size = size_of == bucket.queries
+        for thread, mine in enumerate(calls):
+            chosen = np.flatnonzero(of_size & (shares == thread))
+            if len(chosen):
+                mine.extend(_calls(batch, _take(blocks, chosen), paging, bucket))
     used = frozenset(call.bucket for thread in calls for call in thread)
     return Work(threads=calls, buckets=used, merges=len(blocks.seq) > whole)
 
@@ -159,7 +156,7 @@ def _blocks(batch: RaggedBatch, sizes: np.ndarray, sliding_window: int | None, p
 def _split(blocks: Blocks, keys_max: int) -> Blocks:
     """Cuts ranges of keys that are longer than `keys_max`."""
     counts = -(-(blocks.end - blocks.start) // keys_max)
-    if np.all(counts == 1):
+    if counts.max() == 1:
         return blocks
     index = np.repeat(np.arange(len(counts)), counts)
     part = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
