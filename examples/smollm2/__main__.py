@@ -15,7 +15,7 @@ from .generate import Conversation, generate
 from .llama import Llama
 from .model_file import ModelFile, ModelFileError, installed_model_path
 from .report import Figures
-from .server import OwnServer, ServerError
+from .server import OwnServer, ServerError, share_cores
 from .terminal import ManyAnswers, OneAnswer
 
 DEFAULT_PROMPT = "What is gravity?"
@@ -53,6 +53,7 @@ def _answer(questions: Sequence[str], *, tokens_max: int, address: str | None) -
         if address is None:
             _say("waiting for the server")
             address = own_server.address()
+        stack.enter_context(share_cores(address))
         figures = Figures()
         client = stack.enter_context(Client(address, timeout_s=TIMEOUT_S, on_call=figures.add_call))
         _say(f"creating a cache on {address}: the server compiles its kernels")

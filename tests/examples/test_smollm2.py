@@ -19,13 +19,20 @@ from examples.smollm2.chat import ChatTokenizer
 from examples.smollm2.generate import Conversation, generate
 from examples.smollm2.llama import Llama
 from examples.smollm2.model_file import DISTRIBUTION, ModelFile, ModelFileError, installed_model_path
-from examples.smollm2.server import OwnServer
+from examples.smollm2.server import OwnServer, share_cores
 from tests.examples.numpy_attention import NumpyAttention
 
 EXPECTED = json.loads(Path(__file__).with_name("smollm2_expected.json").read_text())
 CASES = {case["question"]: case for case in EXPECTED["cases"]}
 GRAVITY, SKY, SUM, BYTES = CASES
 PAGE_SIZE = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cores() -> Iterator[None]:
+    """Leaves cores to the server, and to whatever else runs while the tests do."""
+    with share_cores("localhost:0"):
+        yield
 
 
 @pytest.fixture(scope="module")

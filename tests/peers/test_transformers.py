@@ -15,12 +15,12 @@ from examples.smollm2.chat import ChatTokenizer
 from examples.smollm2.generate import Conversation, generate
 from examples.smollm2.llama import Llama
 from examples.smollm2.model_file import ModelFile, installed_model_path
-from examples.smollm2.server import OwnServer
+from examples.smollm2.server import OwnServer, share_cores
 
 if TYPE_CHECKING:
     from tests.peers.transformers_peer import TransformersPeer
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default"), pytest.mark.timeout(1200)]
 
 QUESTIONS = [
     "What is gravity?",
@@ -52,9 +52,14 @@ def model() -> Llama:
 
 @pytest.fixture(scope="module")
 def attention(model: Llama) -> Iterator[ServedAttention]:
-    with OwnServer() as server, Client(server.address(), timeout_s=60.0) as client:
+    with OwnServer() as server:
+        address = server.address()
         num_pages = num_pages_needed([256, 256])
-        with closing(ServedAttention(client, model.config, num_pages=num_pages)) as attention:
+        with (
+            share_cores(address),
+            Client(address, timeout_s=60.0) as client,
+            closing(ServedAttention(client, model.config, num_pages=num_pages)) as attention,
+        ):
             yield attention
 
 
