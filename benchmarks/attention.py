@@ -77,8 +77,8 @@ def _measure(section: Section, workload: Workload, torch: Any | None, budget_s: 
         for fetch in torch_sdpa.FETCHES:
             variant, calls[TORCH[fetch]] = torch_call(competitor, fetch, workload, expected)
             used[TORCH[fetch]] = variant
-    # It compiles some hundred programs for each batch; decode is where people meet it.
-    if workload.name[0] == "D":
+    # It compiles some hundred programs for each batch: one shows how far it is.
+    if workload.name[0] == "D" and dtype == BFLOAT16:
         calls[JAX_REFERENCE] = jax_reference(workload, expected)
     if workload.name[0] == "P" and dtype == FLOAT32:
         calls[GEMM] = gemm()
@@ -111,7 +111,8 @@ def _ratios(section: Section, workload: Workload, timings: Mapping[str, Timing])
             f"{label}: share of XLA's f32 GEMM rate (useful work only)",
             rate / ours_timing.median_s,
             "x",
-            Target(bound=Targets().gemm_share),
+            # Half of 512/512 is masked, and tiles on the diagonal do work that does not count.
+            Target(bound=Targets().gemm_share) if workload.batch.kv_lens[0] == 2048 else None,
         )
 
 

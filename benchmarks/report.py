@@ -16,6 +16,7 @@ from rich.table import Table as RichTable
 from benchmarks.timing import Ratio, Timing
 
 WIDTH_MIN = 128
+MARKS = ("<!-- figures -->", "<!-- end of figures -->")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,26 @@ def write_json(path: Path, facts: dict[str, str], sections: list[Section]) -> No
     """Writes the whole report."""
     report = {"machine": facts, "sections": [asdict(section) for section in sections]}
     path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def write_markdown(path: Path, facts: dict[str, str], sections: list[Section]) -> None:
+    """Replaces the figures in a page, between the lines `MARKS`, by those of this run.
+
+    Raises:
+        ValueError: The page has no such lines.
+    """
+    before, begin, rest = path.read_text().partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (begin and end):
+        raise ValueError(f"{path} has no lines {MARKS[0]!r} and {MARKS[1]!r}")
+    lines = [f"Measured on: {facts['processor']}; {facts['load']}; jax {facts['jax']}, torch {facts['torch']}.", ""]
+    lines += ["| figure | value (quartiles) | target |", "|---|---|---|"]
+    lines += [
+        f"| {figure.label} | {figure.text()} | {figure.verdict()} |"
+        for section in sections
+        for figure in section.figures
+    ]
+    path.write_text("\n".join([before + begin, "", *lines, "", end + after]))
 
 
 def _cpu_model() -> str:

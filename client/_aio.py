@@ -52,8 +52,8 @@ class AsyncExecutor:
 
     async def close(self) -> None:
         """Closes the channel; calls that still run are cancelled."""
-        # A channel inherited through a fork is the parent's to close, and closing it here would hang.
-        open_here = self._loop is not None and not (self.core.closed or self.core.forked)
+        # A channel inherited through a fork is the parent's to close, one of another loop nobody's: either would hang.
+        open_here = not (self.core.closed or self.core.forked) and self._loop is asyncio.get_running_loop()
         self.core.closed = True
         if open_here:
             await self._channel.close()
@@ -135,8 +135,8 @@ class AsyncStep(_steps.StepHandle):
 class AsyncCache(CacheHandle):
     """A cache on the server."""
 
-    def __init__(self, executor: AsyncExecutor, info: CacheInfo, incarnation_id: str) -> None:
-        super().__init__(info, incarnation_id)
+    def __init__(self, executor: AsyncExecutor, info: CacheInfo) -> None:
+        super().__init__(info)
         self._executor = executor
 
     def sequence(self, handle: bytes) -> AsyncSequence:
@@ -243,7 +243,7 @@ class AsyncClient:
         return f"{type(self).__name__}({self.address!r})"
 
     def _open(self, info: CacheInfo) -> AsyncCache:
-        return AsyncCache(self._executor, info, self._executor.core.incarnation_id)
+        return AsyncCache(self._executor, info)
 
     def _open_all(self, infos: list[CacheInfo]) -> list[AsyncCache]:
         return [self._open(info) for info in infos]

@@ -208,7 +208,7 @@ def validate_batch(
         method="ValidateBatch",
         request=request,
         arrays=page_tables(kv_lens, page_indices, cu_q_lens, num_seqs),
-        read=lambda response: [Violation(each.field, each.description) for each in response.violations],
+        read=lambda response, _: [Violation(each.field, each.description) for each in response.violations],
         incarnation_id=cache.incarnation_id,
     )
 
@@ -223,9 +223,9 @@ def attending(
 ) -> Call[Attended]:
     """Returns a call whose answer has `out` and perhaps `lse_natural`."""
 
-    def read(response: Any) -> Attended:
-        out = _messages.array_of(response.out, "out")
-        return (out, _messages.array_of(response.lse_natural, "lse_natural")) if return_lse else out
+    def read(_: Message, arrays: Mapping[str, np.ndarray]) -> Attended:
+        out = _messages.owned(arrays, "out")
+        return (out, _messages.owned(arrays, "lse_natural")) if return_lse else out
 
     return Call(
         method=method,

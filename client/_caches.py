@@ -6,7 +6,7 @@ Each function is a public method of the clients, its first argument the object t
 
 from __future__ import annotations  # help() shows names, not what ArrayLike stands for
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, SupportsIndex
 
 import numpy as np
@@ -25,7 +25,7 @@ _INT8_SCALE: Final = np.float32(127.5)
 
 def server_info(client: object) -> Call[ServerInfo]:  # noqa: ARG001 (a method of the clients)
     """Returns what the server says about itself: version, devices, limits, counters."""
-    return Call(method="GetServerInfo", request=server_pb2.GetServerInfoRequest(), read=_info.server_info)
+    return Call(method="GetServerInfo", request=server_pb2.GetServerInfoRequest(), read=_server)
 
 
 def create_cache(
@@ -82,7 +82,7 @@ def create_cache(
         pages_by=_info.pages_by_number(pages_by),
         num_q_heads=_messages.optional_integer(num_q_heads, "num_q_heads", bits=32),
     )
-    return Call(method="CreateCache", request=request, read=_cache, timeout_s=timeout_s, makes_handles=True)
+    return Call(method="CreateCache", request=request, read=_cache, timeout_s=timeout_s)
 
 
 def get_cache(client: object, name: str) -> Call[CacheInfo]:  # noqa: ARG001
@@ -92,7 +92,7 @@ def get_cache(client: object, name: str) -> Call[CacheInfo]:  # noqa: ARG001
         NotFoundError: There is none.
     """
     request = cache_pb2.GetCacheRequest(name=_messages.text(name, "name"))
-    return Call(method="GetCache", request=request, read=_cache, makes_handles=True)
+    return Call(method="GetCache", request=request, read=_cache)
 
 
 def list_caches(client: object) -> Call[list[CacheInfo]]:  # noqa: ARG001
@@ -100,8 +100,7 @@ def list_caches(client: object) -> Call[list[CacheInfo]]:  # noqa: ARG001
     return Call(
         method="ListCaches",
         request=cache_pb2.ListCachesRequest(),
-        read=lambda response: [_info.cache_info(each) for each in response.caches],
-        makes_handles=True,
+        read=lambda response, _: [_info.cache_info(each) for each in response.caches],
     )
 
 
@@ -173,11 +172,11 @@ def read_pages(
     if raw and not scaled:
         raise InvalidArgumentError.of("return_scales", "return_scales=True is only for int8 caches of layout split.")
 
-    def read(response: cache_pb2.ReadPagesResponse) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        kv_pages = _messages.array_of(response.kv_pages, "kv_pages")
+    def read(_: Message, arrays: Mapping[str, np.ndarray]) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+        kv_pages = _messages.owned(arrays, "kv_pages")
         if not scaled:
             return kv_pages
-        scales = _messages.array_of(response.scales, "scales")
+        scales = _messages.owned(arrays, "scales")
         return (kv_pages, scales) if raw else kv_pages * (scales / _INT8_SCALE)
 
     return Call(
@@ -206,7 +205,7 @@ def create_sequences(cache: CacheHandle, num_sequences: SupportsIndex) -> Call[l
     return Call(
         method="CreateSequences",
         request=request,
-        read=lambda response: list(response.sequences),
+        read=lambda response, _: list(response.sequences),
         incarnation_id=cache.incarnation_id,
     )
 
@@ -220,7 +219,7 @@ def list_sequences(cache: CacheHandle) -> Call[list[SequenceInfo]]:
     return Call(
         method="ListSequences",
         request=cache_pb2.ListSequencesRequest(cache_id=cache.info.cache_id),
-        read=lambda response: [_info.sequence_info(each) for each in response.sequences],
+        read=lambda response, _: [_info.sequence_info(each) for each in response.sequences],
         incarnation_id=cache.incarnation_id,
     )
 
@@ -245,7 +244,7 @@ def fork(sequence: SequenceHandle) -> Call[bytes]:
     return Call(
         method="ForkSequence",
         request=cache_pb2.ForkSequenceRequest(cache_id=sequence.cache_id, sequence=sequence.handle),
-        read=lambda response: response.sequence,
+        read=lambda response, _: response.sequence,
         incarnation_id=sequence.incarnation_id,
     )
 
@@ -273,9 +272,13 @@ def release(sequence: SequenceHandle) -> Call[None]:
     return Call(method="ReleaseSequences", request=request, read=_nothing, incarnation_id=sequence.incarnation_id)
 
 
-def _cache(response: Any) -> CacheInfo:
+def _server(response: Any, _: Mapping[str, np.ndarray]) -> ServerInfo:
+    return _info.server_info(response)
+
+
+def _cache(response: Any, _: Mapping[str, np.ndarray]) -> CacheInfo:
     return _info.cache_info(response.cache)
 
 
-def _nothing(_: Message) -> None:
+def _nothing(_: Message, __: Mapping[str, np.ndarray]) -> None:
     return None

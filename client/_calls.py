@@ -40,19 +40,17 @@ class Call(Generic[ResultT]):
         method: Name of the rpc.
         request: The message without its arrays.
         arrays: The arrays of the message, by field.
-        read: Makes the result from the answer.
+        read: Makes the result from the answer, without its arrays, and the arrays by field.
         timeout_s: Seconds to wait for the answer; None leaves it to the client.
         incarnation_id: The run of the server that made the handles in the request; empty when it has none.
-        makes_handles: Whether the answer has handles, so that the run of the server must be known.
     """
 
     method: str
     request: Message
-    read: Callable[[Any], ResultT]
+    read: Callable[[Any, Mapping[str, np.ndarray]], ResultT]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     timeout_s: float | None = None
     incarnation_id: str = ""
-    makes_handles: bool = False
 
 
 class CacheHandle:
@@ -60,12 +58,15 @@ class CacheHandle:
 
     Attributes:
         info: The cache as it was when the handle was made.
-        incarnation_id: The run of the server that holds it.
     """
 
-    def __init__(self, info: CacheInfo, incarnation_id: str) -> None:
+    def __init__(self, info: CacheInfo) -> None:
         self.info = info
-        self.incarnation_id = incarnation_id
+
+    @property
+    def incarnation_id(self) -> str:
+        """The run of the server that holds it: by it a restart can be told from a deletion."""
+        return self.info.incarnation_id
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, EncodeError, Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -29,7 +29,7 @@ from attnd.client._errors import (
     class_of,
 )
 from attnd.client._info import CallRecord, ServerInfo
-from attnd.v1 import tensors
+from attnd.v1 import envelope, tensors
 from attnd.v1.limits import MESSAGE_BYTES_MAX
 
 ResultT = TypeVar("ResultT")
@@ -72,11 +72,6 @@ class Core:
         """Whether this process inherited the client rather than made it."""
         return os.getpid() != self._pid
 
-    @property
-    def incarnation_id(self) -> str:
-        """The run of the server that was last asked; empty before."""
-        return self.server.incarnation_id if self.server is not None else ""
-
     def check_usable(self) -> None:
         """Refuses calls that would hang or fail in gRPC's depths.
 
@@ -105,9 +100,6 @@ class Core:
         Raises:
             AttndError: The call failed.
         """
-        if call.makes_handles:
-            # Handles remember the run that made them: only so can a restart be told from a deletion later on.
-            self.server = yield from self._ask(_caches.server_info(None), time.perf_counter_ns())
         try:
             return (yield from self._ask(call, started_ns))
         except NotFoundError as error:
@@ -129,10 +121,11 @@ class Core:
         except grpc.RpcError as error:
             raise self._error_of(error, sending) from error
         try:
-            response = method.response_type.FromString(answer)
-        except DecodeError as error:
-            raise InternalError(f"The answer to {method.name} cannot be read.", reason="ANSWER_MALFORMED") from error
-        result = call.read(response)
+            response, arrays = envelope.unpack(answer, method.response_type)
+        except (DecodeError, tensors.TensorError) as error:
+            message = f"The answer to {method.name} cannot be read: {error}"
+            raise InternalError(message, reason="ANSWER_MALFORMED") from error
+        result = call.read(response, arrays)
         self._record(sending, answer, response, started_ns)
         return result
 
@@ -144,19 +137,16 @@ class Core:
         return self.server.incarnation_id != incarnation_id
 
     def _encode(self, call: Call[Any]) -> bytes:
-        for field, array in call.arrays.items():
-            getattr(call.request, field).CopyFrom(tensors.to_tensor(array))
         limit = MESSAGE_BYTES_MAX
         if self.server is not None and self.server.limits.message_bytes_max > 0:
             limit = min(limit, self.server.limits.message_bytes_max)
-        try:
-            message = call.request.SerializeToString()
-        except EncodeError:  # beyond protobuf's own limit of 2 GiB
-            message = None
-        if message is None or len(message) > limit:
-            size = "more than 2 GiB" if message is None else f"{len(message)} bytes"
+        # Known before anything is copied, but for the header, which is small.
+        size = sum(array.nbytes for array in call.arrays.values())
+        message = envelope.pack(call.request, call.arrays) if size <= limit else b""
+        size = max(size, len(message))
+        if size > limit:
             raise ResourceExhaustedError(
-                f"The message of {call.method} has {size}, at most {limit} are taken: send fewer rows.",
+                f"The message of {call.method} has {size} bytes, at most {limit} are taken: send fewer rows.",
                 reason="MESSAGE_TOO_LARGE",
             )
         return message

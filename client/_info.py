@@ -40,11 +40,9 @@ class ImplementationInfo:
 
     Attributes:
         name: Its name.
-        note: Why new caches do not use it by default; empty for the default one.
     """
 
     name: str
-    note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +53,12 @@ class ServerLimits:
         message_bytes_max: Bytes of one message, either way.
         queue_depth_max: Calls that may wait for the device.
         caches_size_bytes_max: Bytes of all caches together.
-        tokens_max: Query rows of one call.
         sequences_max: Sequences of one cache.
     """
 
     message_bytes_max: int
     queue_depth_max: int
     caches_size_bytes_max: int
-    tokens_max: int
     sequences_max: int
 
 
@@ -79,7 +75,6 @@ class ServerInfo:
         implementations: The implementations of the kernels.
         limits: What a call may ask for at most.
         num_compiled_programs: Programs compiled since the start; it stands still once the shapes in use are warm.
-        token_buckets: Query rows of the compiled programs, to which calls are padded inside.
         caches_size_bytes: Bytes of all caches.
         resident_bytes: Resident memory of the server process.
         queue_depth: Calls waiting for the device.
@@ -94,7 +89,6 @@ class ServerInfo:
     implementations: tuple[ImplementationInfo, ...]
     limits: ServerLimits
     num_compiled_programs: int
-    token_buckets: tuple[int, ...]
     caches_size_bytes: int
     resident_bytes: int
     queue_depth: int
@@ -120,6 +114,7 @@ class CacheInfo:
         num_free_pages: Pages that no sequence holds; num_pages when the client manages them.
         num_sequences: Sequences that it holds.
         implementation: Name of the implementation that serves it.
+        incarnation_id: Id of the run of the server that holds it, as in `ServerInfo`.
     """
 
     cache_id: str
@@ -136,6 +131,7 @@ class CacheInfo:
     num_free_pages: int
     num_sequences: int
     implementation: str
+    incarnation_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,16 +210,14 @@ def server_info(message: server_pb2.GetServerInfoResponse) -> ServerInfo:
         incarnation_id=message.incarnation_id,
         platform=message.platform,
         devices=tuple(DeviceInfo(id=device.id, kind=device.kind) for device in message.devices),
-        implementations=tuple(ImplementationInfo(name=each.name, note=each.note) for each in message.implementations),
+        implementations=tuple(ImplementationInfo(name=each.name) for each in message.implementations),
         limits=ServerLimits(
             message_bytes_max=limits.message_bytes_max,
             queue_depth_max=limits.queue_depth_max,
             caches_size_bytes_max=limits.caches_size_bytes_max,
-            tokens_max=limits.tokens_max,
             sequences_max=limits.sequences_max,
         ),
         num_compiled_programs=message.num_compiled_programs,
-        token_buckets=tuple(message.token_buckets),
         caches_size_bytes=message.caches_size_bytes,
         resident_bytes=message.resident_bytes,
         queue_depth=message.queue_depth,
@@ -249,6 +243,7 @@ def cache_info(message: cache_pb2.Cache) -> CacheInfo:
         num_free_pages=message.num_free_pages,
         num_sequences=message.num_sequences,
         implementation=message.implementation,
+        incarnation_id=message.incarnation_id,
     )
 
 

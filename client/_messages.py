@@ -5,6 +5,7 @@ that would have to be rounded, cut or guessed.
 """
 
 import operator
+from collections.abc import Mapping
 from typing import Final, SupportsFloat, SupportsIndex
 
 import ml_dtypes  # noqa: F401 (registers bfloat16 and float8 with NumPy, by name)
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnd.client._errors import InternalError, InvalidArgumentError, ResourceExhaustedError
-from attnd.v1 import tensor_pb2, tensors
+from attnd.v1 import envelope, tensors
 from attnd.v1.limits import MESSAGE_BYTES_MAX
 
 _INT32: Final = np.iinfo(np.int32)
@@ -31,7 +32,7 @@ def values_array(values: npt.ArrayLike, field: str) -> np.ndarray:
         ResourceExhaustedError: The array alone exceeds the limit of a message.
     """
     array = _array(values, field)
-    if array.dtype.name == "float64":  # whatever its byte order
+    if array.dtype.kind == "f" and array.dtype.itemsize == 8:  # float64 of either byte order
         raise InvalidArgumentError.of(
             field,
             f"{field} has dtype float64, which would lose precision: cast it first, for instance to float32 with "
@@ -53,7 +54,7 @@ def integers_array(values: npt.ArrayLike, field: str) -> np.ndarray:
     """
     if hasattr(values, "__array__"):
         array = _array(values, field)
-        if array.dtype.name in ("int64", "uint64"):  # whatever their byte order
+        if array.dtype.kind in "iu" and array.dtype.itemsize == 8:  # of either byte order
             array = _narrowed(array, field)
         return _sendable(array, field)
     # Object dtype keeps Python's integers whole: NumPy turns [2**63, 1] into floats.
@@ -72,17 +73,15 @@ def counts_array(value: npt.ArrayLike, field: str) -> np.ndarray:
     return integers_array([int(value)] if isinstance(value, int | np.integer) else value, field)
 
 
-def array_of(tensor: tensor_pb2.Tensor, field: str) -> np.ndarray:
-    """Returns a message's array, writable and owning its memory.
+def owned(arrays: Mapping[str, np.ndarray], field: str) -> np.ndarray:
+    """Returns an array of an answer, writable and owning its memory.
 
     Raises:
-        InternalError: The server sent something that is not an array.
+        InternalError: The answer lacks it.
     """
-    try:
-        array: np.ndarray = tensors.from_tensor(tensor, field).copy()
-    except tensors.TensorError as error:
-        raise InternalError(f"The answer cannot be read: {error.message}", reason="ANSWER_MALFORMED") from error
-    return array
+    if field not in arrays:
+        raise InternalError(f"The answer lacks {field}.", reason="ANSWER_MALFORMED")
+    return arrays[field].copy()
 
 
 def dtype_name(dtype: npt.DTypeLike) -> str:
@@ -107,8 +106,8 @@ def real(value: SupportsFloat | None, field: str) -> float | None:
     Raises:
         InvalidArgumentError: It is not a real number, such as a bool, a string or an array with axes.
     """
-    if value is None:
-        return None
+    if value is None or type(value) is float:
+        return value
     array = np.asarray(value)
     if array.ndim == 0 and array.dtype != np.bool_ and _is_real(array.dtype):
         return float(array.astype(np.float64))
@@ -183,7 +182,7 @@ def _place(field: str, index: tuple[int, ...]) -> str:
 
 def _sendable(array: np.ndarray, field: str) -> np.ndarray:
     try:
-        tensors.dtype_of_name(array.dtype.name, field)
+        envelope.describe(array.dtype, field)
     except tensors.TensorError as error:
         raise InvalidArgumentError.of(error.field, error.message) from error
     # Before the bytes are copied: protobuf would fail on 2 GiB, with less to say.

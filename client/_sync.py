@@ -115,8 +115,8 @@ class Step(_steps.StepHandle):
 class Cache(CacheHandle):
     """A cache on the server."""
 
-    def __init__(self, executor: Executor, info: CacheInfo, incarnation_id: str) -> None:
-        super().__init__(info, incarnation_id)
+    def __init__(self, executor: Executor, info: CacheInfo) -> None:
+        super().__init__(info)
         self._executor = executor
 
     def sequence(self, handle: bytes) -> Sequence:
@@ -220,7 +220,7 @@ class Client:
         return f"{type(self).__name__}({self.address!r})"
 
     def _open(self, info: CacheInfo) -> Cache:
-        return Cache(self._executor, info, self._executor.core.incarnation_id)
+        return Cache(self._executor, info)
 
     def _open_all(self, infos: list[CacheInfo]) -> list[Cache]:
         return [self._open(info) for info in infos]

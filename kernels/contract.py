@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -230,6 +230,7 @@ class Attended:
     timings: KernelTimings = field(default_factory=KernelTimings)
 
 
+@runtime_checkable
 class Pages(Protocol):
     """The pages of one cache, all layers, in an implementation's own form. Only its implementation looks inside."""
 

@@ -7,6 +7,8 @@ through to wrong answers, follow. Every function here reads NumPy only, and cost
 Arrays of metadata are taken as the caller sent them, of any rank and dtype: that is what is judged.
 """
 
+from typing import SupportsIndex
+
 import numpy as np
 from jaxtyping import Int32, Shaped
 
@@ -17,10 +19,12 @@ from attnd.kernels.validation_pages import PageWrites, judge_page_ids, judge_pag
 from attnd.kernels.validation_ragged import judge_ragged
 from attnd.kernels.validation_rules import ArrayInfo, ArrayLike, Violations
 from attnd.kernels.validation_steps import StepLens, judge_step
+from attnd.kernels.validation_values import judge_types, scalar_facts
 
 __all__ = [
     "ArrayInfo", "ArrayLike", "DecodeBatch", "PageWrites", "StepLens", "Violations", "decode_batch", "layer_index",
-    "page_reads", "page_writes", "pages_shapes_match", "ragged_batch", "ragged_violations", "step_lens",
+    "page_reads", "page_writes", "pages_shapes_match", "plain_options", "ragged_batch",
+    "ragged_violations", "step_lens",
 ]  # fmt: skip
 
 
@@ -172,7 +176,7 @@ def page_reads(spec: CacheSpec, page_indices: Shaped[np.ndarray, "..."]) -> Int3
     return page_indices
 
 
-def layer_index(spec: CacheSpec, layer: int) -> int:
+def layer_index(spec: CacheSpec, layer: SupportsIndex) -> int:
     """Returns a layer as a Python integer.
 
     Raises:
@@ -192,3 +196,26 @@ def pages_shapes_match(k_pages: ArrayLike, v_pages: ArrayLike) -> None:
             "v_pages.shape",
             f"k_pages and v_pages must have the same shape. Got {tuple(k_pages.shape)} and {tuple(v_pages.shape)}",
         )
+
+
+def plain_options(options: AttentionOptions) -> AttentionOptions:
+    """Returns the scalars of a call as Python's own, whole numbers among the factors as floats.
+
+    Raises:
+        InvalidArgumentError: One is not a number of its kind. Values are judged with the call.
+    """
+    facts = scalar_facts(options, KernelHints(), ())
+    found = Violations()
+    judge_types(facts, found)
+    found.raise_if_any()
+    soft_cap, k_scale, v_scale = (
+        float(facts[name]) if name in facts else None for name in ("soft_cap", "k_scale", "v_scale")
+    )
+    return AttentionOptions(
+        sm_scale=float(facts["sm_scale"]),
+        sliding_window=facts.get("sliding_window"),
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        return_lse=options.return_lse,
+    )

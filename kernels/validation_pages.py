@@ -2,7 +2,7 @@
 
 import operator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, SupportsIndex
 
 import numpy as np
 from jaxtyping import Float32, Int32, Shaped
@@ -96,7 +96,7 @@ def judge_page_writes(
     return found
 
 
-def valid_layer(spec: CacheSpec, layer: int) -> int:
+def valid_layer(spec: CacheSpec, layer: SupportsIndex) -> int:
     """Returns a layer of the cache."""
     num_layers = spec.num_layers
     try:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ Facts = dict[str, Any]
 _NAME_AND_VALUE: Final = re.compile(r"\{([^{}]+)=\}")
 
 
+@runtime_checkable
 class ArrayLike(Protocol):
     """What an array shows without its values."""
 

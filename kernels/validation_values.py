@@ -124,7 +124,7 @@ def scalar_facts(options: AttentionOptions, hints: KernelHints, hint_names: Iter
     scalars += [(name, getattr(hints, name), int) for name in hint_names]
     facts: Facts = {"mistyped": []}
     for name, given, wanted in scalars:
-        if given is None:
+        if given is None and name != "sm_scale":
             continue
         value = given.item() if isinstance(given, np.generic) else given
         # No number of more bits is meant, and Python refuses to print the largest ones.
@@ -228,8 +228,8 @@ def judge_written_slots(batch: RaggedBatch, rows: Int[np.ndarray, " n"], page_si
         table_slot = int(batch.token_positions[token]) // page_size
         found.add(
             f"page_indices[{sequence},{table_slot}]",
-            f"{page_idx=} must take one token in each slot: sequences {other} and {sequence} both write its slot"
-            f" {page_slot}.",
+            f"{page_idx=} must take one token in each slot: its slot {page_slot} is written by sequence {other} and"
+            f" again by sequence {sequence}.",
         )
 
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from jaxtyping import Float, Float32, Int32, Shaped
 
 from attnd.kernels.contract import Attended, AttentionOptions, CacheSpec, KernelHints, KernelTimings, RaggedBatch
 from attnd.kernels.host_pages import HostPages
-from attnd.kernels.xla_kernel import Pool
-from attnd.kernels.xla_programs import BUCKETS, Programs, paging_of, program_shape
+from attnd.kernels.xla_kernel import Pool, ProgramShape
+from attnd.kernels.xla_programs import BUCKETS, Program, alias_pages, program_shape
 from attnd.kernels.xla_results import Results
-from attnd.kernels.xla_work import Work, plan
+from attnd.kernels.xla_work import Bucket, Paging, Work, plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +31,38 @@ class XlaPages:
         return self.host.spec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The work of a batch and its programs. The layers of a step share their batch, so that it is planned once."""
+
+    batch: RaggedBatch
+    sliding_window: int | None
+    spec: CacheSpec
+    num_q_heads: int
+    work: Work
+    programs: Mapping[Bucket, Program]
+
+    def serves(self, batch: RaggedBatch, sliding_window: int | None, spec: CacheSpec, num_q_heads: int) -> bool:
+        """Returns whether it is the plan of this call."""
+        known = (self.batch is batch, self.sliding_window == sliding_window, self.spec is spec)
+        return all(known) and self.num_q_heads == num_q_heads
+
+
 class Xla:
     """Attends with XLA:CPU in float32; pages change in place.
 
-    Programs depend on the cache's shape, the number of query heads, a bucket and whether there is a soft cap;
-    everything else is a run-time argument. NumPy writes pages and inputs only while no program runs.
+    Programs depend on the cache's shape, the number of query heads and a bucket; everything else is a run-time
+    argument. NumPy writes pages and inputs only while no program runs.
     """
 
     name = "xla"
 
     def __init__(self) -> None:
+        self._device = jax.devices("cpu")[0]
         self._num_threads = os.cpu_count() or 1
         self._workers = ThreadPoolExecutor(max_workers=self._num_threads, thread_name_prefix="attnd-xla")
-        self._programs = Programs()
-        self._planned: tuple[RaggedBatch, int | None, CacheSpec, Work] | None = None
+        self._programs: dict[ProgramShape, Program] = {}
+        self._planned: Planned | None = None
 
     @property
     def num_compiled_programs(self) -> int:
@@ -58,7 +76,7 @@ class Xla:
     def allocate(self, spec: CacheSpec) -> XlaPages:
         """Returns zeroed pages whose memory has been touched."""
         host = HostPages.zeros(spec)
-        return XlaPages(host=host, pools=self._programs.pools(host))
+        return XlaPages(host=host, pools=alias_pages(host, self._device))
 
     def write(
         self,
@@ -89,13 +107,12 @@ class Xla:
             num_q_heads: Query heads.
             on_progress: Told how many programs of how many are ready, after each.
         """
-        shapes = [
-            program_shape(spec, num_q_heads, bucket, capped=capped) for bucket in BUCKETS for capped in (False, True)
-        ]
+        shapes = [program_shape(spec, num_q_heads, bucket) for bucket in BUCKETS]
         missing = [shape for shape in shapes if shape not in self._programs]
-        for done, _ in enumerate(self._workers.map(self._programs.compile, missing), 1):
+        for done, program in enumerate(self._workers.map(self._compile, missing)):
+            self._programs[missing[done]] = program
             if on_progress is not None:
-                on_progress(len(shapes) - len(missing) + done, len(shapes))
+                on_progress(len(shapes) - len(missing) + done + 1, len(shapes))
         return len(missing)
 
     def attend(
@@ -115,15 +132,15 @@ class Xla:
         if k is not None and v is not None:
             pages.host.append(layer, batch, k, v)
         written_ns = time.perf_counter_ns()
-        work = self._plan(batch, options.sliding_window, pages.spec)
-        self._compile_missing(pages.spec, q.shape[1], work, options)
-        compiled_ns = time.perf_counter_ns()
+        num_compiled = self.num_compiled_programs
+        planned = self._plan(batch, options.sliding_window, pages.spec, q.shape[1])
+        work, programs = planned.work, planned.programs
+        compile_ns = time.perf_counter_ns() - written_ns if self.num_compiled_programs > num_compiled else 0
         results = Results(q, num_tokens=batch.num_tokens, v_scale=options.v_scale or 1.0, merges=work.merges)
 
         def run(thread: int) -> None:
             for call in work.threads[thread]:
-                shape = program_shape(pages.spec, q.shape[1], call.bucket, capped=options.soft_cap is not None)
-                results.add(call, *self._programs.run(shape, pages.pools[layer], call, q, options, thread=thread))
+                results.add(call, *programs[call.bucket].run(pages.pools[layer], call, q, options, thread=thread))
 
         others = [self._workers.submit(run, thread) for thread in range(1, len(work.threads))]
         run(0)
@@ -135,25 +152,39 @@ class Xla:
             lse_natural=results.lse if options.return_lse else None,
             timings=KernelTimings(
                 write_ns=written_ns - started_ns,
-                compile_ns=compiled_ns - written_ns,
-                kernel_ns=time.perf_counter_ns() - compiled_ns,
+                compile_ns=compile_ns,
+                kernel_ns=time.perf_counter_ns() - written_ns - compile_ns,
             ),
         )
 
-    def _plan(self, batch: RaggedBatch, sliding_window: int | None, spec: CacheSpec) -> Work:
-        """Returns the work of a batch; the layers of a step, which share their batch, plan it once."""
-        if self._planned is not None:
-            planned, window, planned_spec, work = self._planned
-            if planned is batch and window == sliding_window and planned_spec is spec:
-                return work
-        work = plan(batch, sliding_window, paging_of(spec), BUCKETS, self._num_threads)
-        self._planned = (batch, sliding_window, spec, work)
-        return work
+    def _plan(self, batch: RaggedBatch, sliding_window: int | None, spec: CacheSpec, num_q_heads: int) -> Planned:
+        if self._planned is not None and self._planned.serves(batch, sliding_window, spec, num_q_heads):
+            return self._planned
+        work = plan(
+            batch,
+            sliding_window,
+            paging=Paging.of(spec.page_size),
+            key_size=spec.num_kv_heads * spec.head_dim,
+            buckets=BUCKETS,
+            num_threads=self._num_threads,
+        )
+        self._planned = Planned(
+            batch=batch,
+            sliding_window=sliding_window,
+            spec=spec,
+            num_q_heads=num_q_heads,
+            work=work,
+            programs={bucket: self._program(spec, num_q_heads, bucket) for bucket in work.buckets},
+        )
+        return self._planned
 
-    def _compile_missing(self, spec: CacheSpec, num_q_heads: int, work: Work, options: AttentionOptions) -> None:
-        """Compiles what `warm_up` has not."""
-        for calls in work.threads:
-            for call in calls:
-                shape = program_shape(spec, num_q_heads, call.bucket, capped=options.soft_cap is not None)
-                if shape not in self._programs:
-                    self._programs.compile(shape)
+    def _program(self, spec: CacheSpec, num_q_heads: int, bucket: Bucket) -> Program:
+        """Returns a program, compiled now if `warm_up` has not."""
+        shape = program_shape(spec, num_q_heads, bucket)
+        program = self._programs.get(shape)
+        if program is None:
+            program = self._programs[shape] = self._compile(shape)
+        return program
+
+    def _compile(self, shape: ProgramShape) -> Program:
+        return Program(shape, self._device, self._num_threads)

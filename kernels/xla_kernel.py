@@ -17,8 +17,6 @@ LOWEST: Final = float(np.finfo(np.float32).min)
 class Item(NamedTuple):
     """One block of queries of one sequence, and a range of its keys: the columns of the array of items."""
 
-    q_row: int
-    """Row of the first query in q."""
     position: int
     """Position of the first query in its sequence."""
     slot: int
@@ -42,11 +40,11 @@ class ProgramShape:
         num_kv_heads: KV heads.
         num_q_heads: Query heads.
         head_dim: Head dimension.
+        heads: KV heads that a step takes together; a divisor of num_kv_heads.
         queries: Queries of a block.
         items: Most items of a call.
         slots: Entries of the table of pages.
         tile: Keys of a step; a multiple of page_size.
-        capped: Whether there is a soft cap.
     """
 
     layout: Layout
@@ -57,11 +55,16 @@ class ProgramShape:
     num_kv_heads: int
     num_q_heads: int
     head_dim: int
+    heads: int
     queries: int
     items: int
     slots: int
     tile: int
-    capped: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_q_heads // self.num_kv_heads
 
 
 T = TypeVar("T")
@@ -83,11 +86,11 @@ class Inputs(NamedTuple, Generic[T]):
     """The other arguments of a program.
 
     Attributes:
-        q: float32 [items * queries, num_q_heads, head_dim], scaled. Rows that no item names may hold anything.
+        q: float32 [items, num_kv_heads, queries, group, head_dim], scaled. What no item names may hold anything.
         table: int32 [slots + tile / page_size], page ids, item after item. Entries that no key needs may hold anything.
-        items: int32 [items, 5], rows of `Item`.
+        items: int32 [items, 4], rows of `Item`.
         counts: int32 [2], the number of items and the sliding window.
-        soft_cap: float32 [1].
+        soft_cap: float32 [1]; 0 if there is none.
     """
 
     q: T
@@ -120,7 +123,7 @@ def input_shapes(shape: ProgramShape) -> Inputs[ArgumentShape]:
     """Returns what a program takes for its other arguments."""
     float32, int32 = np.dtype(np.float32), np.dtype(np.int32)
     return Inputs(
-        q=ArgumentShape((shape.items * shape.queries, shape.num_q_heads, shape.head_dim), float32),
+        q=ArgumentShape((shape.items, shape.num_kv_heads, shape.queries, shape.group, shape.head_dim), float32),
         table=ArgumentShape((shape.slots + shape.tile // shape.page_size,), int32),
         items=ArgumentShape((shape.items, len(Item._fields)), int32),
         counts=ArgumentShape((2,), int32),
@@ -152,92 +155,97 @@ def attend(shape: ProgramShape, pool: Pool[Array], inputs: Inputs[Array]) -> tup
     """Attends over the items of a call.
 
     Returns:
-        out: float32 [items, queries, num_q_heads, head_dim], normalised over each item's keys. Rows past an item's
-            queries, and items past the count, hold anything.
-        lse: float32 [items, queries, num_q_heads], the natural log-sum-exp.
+        out: float32 [items, num_kv_heads, queries, group, head_dim], normalised over each item's keys. Queries past
+            an item's, and items past the count, hold anything.
+        lse: float32 [items, num_kv_heads, queries, group], the natural log-sum-exp.
     """
-    out = jnp.zeros((shape.items, shape.queries, shape.num_q_heads, shape.head_dim), jnp.float32)
-    lse = jnp.zeros((shape.items, shape.queries, shape.num_q_heads), jnp.float32)
+    columns = shape.queries * shape.group
+    q = inputs.q.reshape(shape.items, shape.num_kv_heads, columns, shape.head_dim)
+    steps = shape.num_kv_heads // shape.heads
 
-    def one_item(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        out, lse = results
-        item_out, item_lse = _attend_item(shape, pool, inputs, Item(*inputs.items[i]))
-        return lax.dynamic_update_index_in_dim(out, item_out, i, 0), lax.dynamic_update_index_in_dim(
-            lse, item_lse, i, 0
+    def one_step(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        index, head = i // steps, i % steps * shape.heads
+        block = lax.dynamic_slice(q, (index, head, 0, 0), (1, shape.heads, columns, shape.head_dim))[0]
+        out, lse = _attend_item(shape, pool, inputs, Item(*inputs.items[index]), head, block)
+        return (
+            lax.dynamic_update_slice(results[0], out[None], (index, head, 0, 0)),
+            lax.dynamic_update_slice(results[1], lse[None], (index, head, 0)),
         )
 
-    results: tuple[Array, Array] = lax.fori_loop(0, inputs.counts[0], one_item, (out, lse))
-    return results
+    empty = jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:3], jnp.float32)
+    out, lse = lax.fori_loop(0, inputs.counts[0] * steps, one_step, empty)
+    return out.reshape(inputs.q.shape), lse.reshape(inputs.q.shape[:4])
 
 
-def _attend_item(shape: ProgramShape, pool: Pool[Array], inputs: Inputs[Array], item: Item) -> tuple[Array, Array]:
-    """Runs the flash loop over the keys of one block of queries."""
-    heads, group = shape.num_kv_heads, shape.num_q_heads // shape.num_kv_heads
-    columns = shape.queries * group
-    q = lax.dynamic_slice_in_dim(inputs.q, item.q_row, shape.queries, 0)
-    q = q.reshape(shape.queries, heads, group, shape.head_dim).transpose(1, 0, 2, 3)
-    q = q.reshape(heads, columns, shape.head_dim)
-    positions = item.position + jnp.arange(columns, dtype=jnp.int32) // group
-    window = inputs.counts[1]
+def _attend_item(
+    shape: ProgramShape,
+    pool: Pool[Array],
+    inputs: Inputs[Array],
+    item: Item,
+    head: Array,
+    q: Float32[Array, "heads columns head_dim"],
+) -> tuple[Float32[Array, "heads columns head_dim"], Float32[Array, "heads columns"]]:
+    """Runs the flash loop over the keys of one block of queries, for some of the heads."""
+    positions = item.position + jnp.arange(q.shape[1], dtype=jnp.int32) // shape.group
+    window, soft_cap = inputs.counts[1], inputs.soft_cap[0]
 
     def one_tile(step: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = state
-        start = item.start + step * shape.tile
-        keys = start + jnp.arange(shape.tile, dtype=jnp.int32)
+        keys = item.start + step * shape.tile + jnp.arange(shape.tile, dtype=jnp.int32)
         # A masked score does not clean a NaN out of the product with v: v itself must be masked.
         readable = (keys < item.end) & (keys > item.position - window)
-        k, v, k_scales, v_scales = _load_tile(
-            shape, pool, inputs.table, item.slot + step * (shape.tile // shape.page_size)
-        )
+        slot = item.slot + step * (shape.tile // shape.page_size)
+        k, v, k_scales, v_scales = _load_tile(shape, pool, inputs.table, slot, head)
         v = jnp.where(readable[None, :, None], v, 0.0)
-        scores = lax.dot_general(k, q, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        scores = lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         if k_scales is not None:
-            scores = scores * k_scales
-        if shape.capped:
-            scores = inputs.soft_cap[0] * jnp.tanh(scores / inputs.soft_cap[0])
-        seen = (keys[:, None] <= positions) & (keys[:, None] > positions - window) & readable[:, None]
+            scores = scores * k_scales[:, None]
+        scores = lax.cond(soft_cap > 0, lambda x: soft_cap * jnp.tanh(x / soft_cap), lambda x: x, scores)
+        seen = (keys <= positions[:, None]) & (keys > positions[:, None] - window) & readable
         scores = jnp.where(seen, scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(1))
-        weights = jnp.exp(scores - new_top[:, None])
+        new_top = jnp.maximum(top, scores.max(2))
+        weights = jnp.exp(scores - new_top[:, :, None])
         decay = jnp.exp(top - new_top)
-        total = total * decay + weights.sum(1)
+        total = total * decay + weights.sum(2)
         if v_scales is not None:
-            weights = weights * jnp.where(readable[None, :, None], v_scales, 0.0)
-        product = lax.dot_general(weights, v, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+            weights = weights * jnp.where(readable, v_scales, 0.0)[:, None]
+        product = lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         return new_top, total, acc * decay[:, :, None] + product
 
-    state = (
-        jnp.full((heads, columns), LOWEST, jnp.float32),
-        jnp.zeros((heads, columns), jnp.float32),
-        jnp.zeros((heads, columns, shape.head_dim), jnp.float32),
-    )
-    steps = (item.end - item.start + shape.tile - 1) // shape.tile
-    top, total, acc = lax.fori_loop(0, steps, one_tile, state)
+    state = (jnp.full(q.shape[:2], LOWEST, jnp.float32), jnp.zeros(q.shape[:2], jnp.float32), jnp.zeros_like(q))
+    num_tiles = (item.end - item.start + shape.tile - 1) // shape.tile
+    top, total, acc = lax.fori_loop(0, num_tiles, one_tile, state)
     # A block may hold queries that see none of the keys of this item: their weight in the merge is exp(-inf).
     out = acc / jnp.where(total > 0, total, 1.0)[:, :, None]
-    lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
-    out = out.reshape(heads, shape.queries, group, shape.head_dim).transpose(1, 0, 2, 3)
-    lse = lse.reshape(heads, shape.queries, group).transpose(1, 0, 2)
-    return (
-        out.reshape(shape.queries, shape.num_q_heads, shape.head_dim),
-        lse.reshape(shape.queries, shape.num_q_heads),
-    )
+    return out, jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
 
 
 def _load_tile(
-    shape: ProgramShape, pool: Pool[Array], table: Array, slot: Array
+    shape: ProgramShape, pool: Pool[Array], table: Array, slot: Array, head: Array
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Gathers the bits of one tile's pages, then widens them to [num_kv_heads, tile, head_dim]."""
+    """Gathers the bits of some heads of one tile's pages, then widens them to [heads, tile, head_dim].
+
+    A table's junk is clipped to the pool: what is read there is masked.
+    """
     pages = lax.dynamic_slice_in_dim(table, slot, shape.tile // shape.page_size, 0)
-    heads = (shape.num_kv_heads, shape.tile)
     if shape.layout is Layout.INTERLEAVED:
-        kv = jnp.take(pool.kv, pages, axis=0, mode="clip")
-        kv = kv.reshape(shape.tile, shape.num_kv_heads, 2, shape.head_dim).transpose(2, 1, 0, 3)
+        starts = jnp.stack([pages, jnp.full_like(pages, 2 * head)], axis=1)
+        numbers = lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, 2))
+        sizes = (1, shape.page_size, 2 * shape.heads, shape.head_dim)
+        kv = lax.gather(pool.kv, starts, numbers, sizes, mode="clip")
+        kv = kv.reshape(shape.tile, shape.heads, 2, shape.head_dim).transpose(2, 1, 0, 3)
         kv = widen(kv, shape.dtype)
         return kv[0], kv[1], None, None
-    kv = widen(jnp.take(pool.kv, pages, axis=2, mode="clip"), shape.dtype)
-    kv = kv.reshape(2, *heads, shape.head_dim)
+    starts = jnp.stack([jnp.full_like(pages, head), pages], axis=1)
+    numbers = lax.GatherDimensionNumbers((0, 1, 3, 4), (2,), (1, 2))
+
+    def load(array: Array) -> Array:
+        sizes = (2, shape.heads, 1, shape.page_size, array.shape[-1])
+        gathered = lax.gather(array, starts, numbers, sizes, mode="clip")
+        return gathered.reshape(2, shape.heads, shape.tile, array.shape[-1])
+
+    kv = widen(load(pool.kv), shape.dtype)
     if not shape.scaled:
         return kv[0], kv[1], None, None
-    scales = jnp.take(pool.scales, pages, axis=2, mode="clip").reshape(2, *heads, 1) / INT8_SCALE
+    scales = load(pool.scales)[..., 0] / INT8_SCALE
     return kv[0], kv[1], scales[0], scales[1]

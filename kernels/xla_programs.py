@@ -1,37 +1,29 @@
 """Compiled programs of plain JAX attention, and the memory in which they take their inputs."""
 
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Float32, Shaped
 
 from attnd.kernels.contract import AttentionOptions, CacheSpec
 from attnd.kernels.host_pages import HostPages, aligned_zeros
 from attnd.kernels.xla_kernel import ArgumentShape, Inputs, Pool, ProgramShape, attend, input_shapes, pool_shapes
+from attnd.kernels.xla_results import by_head
 from attnd.kernels.xla_work import Bucket, Call, Paging
 
 BUCKETS: Final = (
-    Bucket(queries=1, items=8),
     Bucket(queries=1, items=64),
     Bucket(queries=16, items=16),
-    Bucket(queries=64, items=8),
-    Bucket(queries=256, items=2),
+    Bucket(queries=128, items=4),
 )
-TILE: Final = 128
-SLOTS: Final = 1 << 16
 NO_WINDOW: Final = 2**31 - 1
 
 
-def paging_of(spec: CacheSpec) -> Paging:
-    """Returns how programs see the pages of a cache."""
-    return Paging.of(spec.page_size, TILE, SLOTS)
-
-
-def program_shape(spec: CacheSpec, num_q_heads: int, bucket: Bucket, *, capped: bool) -> ProgramShape:
+def program_shape(spec: CacheSpec, num_q_heads: int, bucket: Bucket) -> ProgramShape:
     """Returns what selects the program of a call."""
-    paging = paging_of(spec)
+    paging = Paging.of(spec.page_size)
     return ProgramShape(
         layout=spec.layout,
         dtype=spec.dtype.name,
@@ -41,11 +33,29 @@ def program_shape(spec: CacheSpec, num_q_heads: int, bucket: Bucket, *, capped: 
         num_kv_heads=spec.num_kv_heads,
         num_q_heads=num_q_heads,
         head_dim=spec.head_dim,
+        # What a step holds should stay in a core's cache: all heads of one query, or one head of many.
+        heads=spec.num_kv_heads if bucket.queries == 1 else 1,
         queries=bucket.queries,
         items=bucket.items,
-        slots=SLOTS,
+        slots=paging.slots,
         tile=paging.tile,
-        capped=capped,
+    )
+
+
+def alias(array: Shaped[np.ndarray, "..."], device: jax.Device) -> jax.Array:
+    """Returns a JAX array over the memory of `array`. It must never be donated."""
+    device_array: jax.Array = jax.device_put(array, device, may_alias=True)
+    assert not array.size or device_array.unsafe_buffer_pointer() == array.ctypes.data
+    return device_array
+
+
+def alias_pages(host: HostPages, device: jax.Device) -> tuple[Pool[jax.Array], ...]:
+    """Returns the aliases of every layer, in the shape that programs take."""
+    wanted = pool_shapes(program_shape(host.spec, host.spec.num_kv_heads, BUCKETS[0]))
+    scales = host.scales or (np.zeros(0, np.float32),) * len(host.bits)
+    return tuple(
+        Pool(alias(kv.reshape(wanted.kv.shape), device), alias(scale.reshape(wanted.scales.shape), device))
+        for kv, scale in zip(host.bits, scales, strict=True)
     )
 
 
@@ -56,73 +66,56 @@ class Staging(NamedTuple):
     device: Inputs[jax.Array]
 
 
-class Programs:
-    """Compiles, counts and runs programs. Different threads may run at the same time, each under its own number."""
+class Program:
+    """One compiled program. Threads may run it at the same time, each under its own number."""
 
-    def __init__(self) -> None:
-        self._device = jax.devices("cpu")[0]
-        self._compiled: dict[ProgramShape, jax.stages.Compiled] = {}
-        self._staging: dict[tuple[ProgramShape, int], Staging] = {}
-
-    def __len__(self) -> int:
-        return len(self._compiled)
-
-    def __contains__(self, shape: ProgramShape) -> bool:
-        return shape in self._compiled
-
-    def alias(self, array: Shaped[np.ndarray, "..."]) -> jax.Array:
-        """Returns an array over the memory of `array`, which must be aligned."""
-        device_array: jax.Array = jax.device_put(array, self._device, may_alias=True)
-        assert not array.size or device_array.unsafe_buffer_pointer() == array.ctypes.data
-        return device_array
-
-    def pools(self, host: HostPages) -> tuple[Pool[jax.Array], ...]:
-        """Returns the aliases of every layer. They are never donated."""
-        wanted = pool_shapes(program_shape(host.spec, host.spec.num_kv_heads, BUCKETS[0], capped=False))
-        scales = host.scales or (np.zeros(0, np.float32),) * len(host.bits)
-        return tuple(
-            Pool(self.alias(kv.reshape(wanted.kv.shape)), self.alias(scale.reshape(wanted.scales.shape)))
-            for kv, scale in zip(host.bits, scales, strict=True)
-        )
-
-    def compile(self, shape: ProgramShape) -> None:
-        """Compiles a program."""
-        sharding = jax.sharding.SingleDeviceSharding(self._device)
-        pool, inputs = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(*array, sharding=sharding),  # type: ignore[no-untyped-call]
-            (pool_shapes(shape), input_shapes(shape)),
-            is_leaf=lambda node: isinstance(node, ArgumentShape),
-        )
-        self._compiled[shape] = jax.jit(partial(attend, shape)).lower(pool, inputs).compile()
+    def __init__(self, shape: ProgramShape, device: jax.Device, num_threads: int) -> None:
+        self._inputs = input_shapes(shape)
+        self._device = device
+        self._staging: list[Staging | None] = [None] * num_threads
+        self._compiled = _compile(shape, device)
 
     def run(
         self,
-        shape: ProgramShape,
         pool: Pool[jax.Array],
         call: Call,
         q: Float[np.ndarray, "tokens num_q_heads head_dim"],
         options: AttentionOptions,
         *,
         thread: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Runs a compiled program, as `xla_kernel.attend` describes it."""
-        staging = self._staging.get((shape, thread))
-        if staging is None:
-            staging = self._staging[shape, thread] = self._stage(shape)
-        host = staging.host
+    ) -> tuple[
+        Float32[np.ndarray, "items num_kv_heads queries group head_dim"],
+        Float32[np.ndarray, "items num_kv_heads queries group"],
+    ]:
+        """Attends over the items of a call; see `xla_kernel.attend` for what it returns."""
+        host, device = self._staged(thread)
         scale = np.float32(options.sm_scale * (options.k_scale or 1.0))
-        for i, (token, length) in enumerate(zip(call.tokens.tolist(), call.lengths.tolist(), strict=True)):
-            row = i * shape.queries
-            np.multiply(q[token : token + length], scale, out=host.q[row : row + length], dtype=np.float32)
+        for block, token, length in zip(host.q, call.tokens, call.lengths, strict=False):
+            rows = by_head(q[token : token + length], len(block))
+            np.multiply(rows, scale, out=block[:, :length], dtype=np.float32)
         host.items[: len(call.items)] = call.items
         host.table[: len(call.table)] = call.table
         host.counts[0] = len(call.items)
         host.counts[1] = min(options.sliding_window or NO_WINDOW, NO_WINDOW)
-        host.soft_cap[0] = options.soft_cap or 1.0
-        out, lse = self._compiled[shape](pool, staging.device)
+        host.soft_cap[0] = options.soft_cap or 0.0
+        out, lse = self._compiled(pool, device)
         return np.asarray(out), np.asarray(lse)
 
-    def _stage(self, shape: ProgramShape) -> Staging:
-        """Allocates the inputs of a program."""
-        host = Inputs(*(aligned_zeros(*array) for array in input_shapes(shape)))
-        return Staging(host, Inputs(*(self.alias(array) for array in host)))
+    def _staged(self, thread: int) -> Staging:
+        """Returns the inputs of a thread, allocated at its first call."""
+        staging = self._staging[thread]
+        if staging is None:
+            host = Inputs(*(aligned_zeros(*array) for array in self._inputs))
+            staging = Staging(host, Inputs(*(alias(array, self._device) for array in host)))
+            self._staging[thread] = staging
+        return staging
+
+
+def _compile(shape: ProgramShape, device: jax.Device) -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    pool, inputs = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(*array, sharding=sharding),  # type: ignore[no-untyped-call]
+        (pool_shapes(shape), input_shapes(shape)),
+        is_leaf=lambda node: isinstance(node, ArgumentShape),
+    )
+    return jax.jit(partial(attend, shape)).lower(pool, inputs).compile()

@@ -1,9 +1,15 @@
 """The answer of one call, collected from its programs."""
 
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Shaped
 
 from attnd.kernels.xla_work import Call
+
+
+def by_head(rows: Shaped[np.ndarray, "length num_q_heads *rest"], num_kv_heads: int) -> Shaped[np.ndarray, "..."]:
+    """Returns a view of contiguous rows as programs order them: [num_kv_heads, length, group, *rest]."""
+    length, num_q_heads, *rest = rows.shape
+    return rows.reshape(length, num_kv_heads, num_q_heads // num_kv_heads, *rest).swapaxes(0, 1)
 
 
 class Results:
@@ -27,17 +33,18 @@ class Results:
     def add(
         self,
         call: Call,
-        out: Float32[np.ndarray, "items queries num_q_heads head_dim"],
-        lse: Float32[np.ndarray, "items queries num_q_heads"],
+        out: Float32[np.ndarray, "items num_kv_heads queries group head_dim"],
+        lse: Float32[np.ndarray, "items num_kv_heads queries group"],
     ) -> None:
         """Takes the results of a program."""
         if self._merges:
             self._parts.append((call, out, lse))
             return
-        for i, (token, length) in enumerate(zip(call.tokens.tolist(), call.lengths.tolist(), strict=True)):
+        for i, (token, length) in enumerate(zip(call.tokens, call.lengths, strict=True)):
             rows = slice(token, token + length)
-            np.multiply(out[i, :length], self._v_scale, out=self.out[rows], casting="same_kind")
-            self.lse[rows] = lse[i, :length]
+            mine = by_head(self.out[rows], len(out[i]))
+            np.multiply(out[i, :, :length], self._v_scale, out=mine, casting="same_kind")
+            by_head(self.lse[rows], len(out[i]))[:] = lse[i, :, :length]
 
     def merge(self) -> None:
         """Combines results for different keys of the same queries: each weighs exp(lse)."""
@@ -45,12 +52,13 @@ class Results:
             return
         total = np.zeros(self.out.shape, np.float32)
         for call, out, lse in self._parts:
-            for i, (token, length) in enumerate(zip(call.tokens.tolist(), call.lengths.tolist(), strict=True)):
+            for i, (token, length) in enumerate(zip(call.tokens, call.lengths, strict=True)):
                 rows = slice(token, token + length)
-                part = lse[i, :length]
-                merged = np.logaddexp(self.lse[rows], part)
+                known, part = by_head(self.lse[rows], len(out[i])), lse[i, :, :length]
+                merged = np.logaddexp(known, part)
                 with np.errstate(invalid="ignore"):  # -inf - -inf: nothing seen yet, and nothing here
-                    kept, added = (np.nan_to_num(np.exp(x - merged))[:, :, None] for x in (self.lse[rows], part))
-                total[rows] = total[rows] * kept + out[i, :length] * added
-                self.lse[rows] = merged
+                    kept, added = (np.nan_to_num(np.exp(x - merged))[..., None] for x in (known, part))
+                sums = by_head(total[rows], len(out[i]))
+                sums[:] = sums * kept + out[i, :, :length] * added
+                known[:] = merged
         np.multiply(total, self._v_scale, out=self.out, casting="same_kind")

@@ -9,13 +9,20 @@ from jaxtyping import Int32, Int64
 
 from attnd.kernels.contract import RaggedBatch
 
-# A second thread costs about as much as this many multiplications of a query head with a key.
-WORTH_A_THREAD: Final = 1 << 15
+# A second thread costs about as much as attending over this many numbers of keys and of values, some 0.1 ms.
+WORTH_A_THREAD: Final = 1 << 18
+
+
+# Keys of a step. Fewer cost more steps; the numbers of more leave a core's cache.
+TILE: Final = 256
+SLOTS: Final = 1 << 16
+# A sequence of more blocks than this takes the next larger ones.
+BLOCKS_MAX: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """The sizes of a program: it takes up to `items` blocks of up to `queries` queries of one sequence."""
+    """The sizes of a program: up to `items` blocks of up to `queries` queries of one sequence."""
 
     queries: int
     items: int
@@ -26,9 +33,9 @@ class Paging:
     """How programs see the pages.
 
     Attributes:
-        page_size: Tokens of a page as programs see it: a divisor of the cache's, so that a page is at most a tile.
+        page_size: Tokens of a page as programs see it: a divisor of the cache's.
         parts: Such pages in one of the cache's.
-        tile: Keys of a step.
+        tile: Keys of a step: whole pages.
         slots: Most pages of a call.
     """
 
@@ -38,10 +45,10 @@ class Paging:
     slots: int
 
     @classmethod
-    def of(cls, page_size: int, tile: int, slots: int) -> "Paging":
-        """Returns the paging of a cache, for tiles of about `tile` keys."""
-        part = max(size for size in range(1, min(tile, page_size) + 1) if page_size % size == 0)
-        return cls(page_size=part, parts=page_size // part, tile=tile // part * part, slots=slots)
+    def of(cls, page_size: int) -> "Paging":
+        """Returns the paging of a cache."""
+        part = max(size for size in range(1, min(TILE, page_size) + 1) if page_size % size == 0)
+        return cls(page_size=part, parts=page_size // part, tile=TILE // part * part, slots=SLOTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +57,25 @@ class Call:
 
     Attributes:
         bucket: Sizes of the program.
-        tokens: Row in the batch's q of each item's first query.
+        tokens: Row in the caller's q of each item's first query.
         lengths: Queries of each item.
         items: Rows of `xla_kernel.Item`.
         table: Pages of the items, item after item.
     """
 
     bucket: Bucket
-    tokens: Int64[np.ndarray, " n"]
-    lengths: Int64[np.ndarray, " n"]
-    items: Int32[np.ndarray, "n 5"]
+    tokens: Sequence[int]
+    lengths: Sequence[int]
+    items: Int32[np.ndarray, "n 4"]
     table: Int32[np.ndarray, " slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The calls of each thread, and whether results of one query must be merged."""
+    """The calls of each thread, the buckets among them, and whether results of one query must be merged."""
 
     threads: Sequence[Sequence[Call]]
+    buckets: frozenset[Bucket]
     merges: bool
 
 
@@ -84,7 +92,13 @@ class Blocks:
 
 
 def plan(
-    batch: RaggedBatch, sliding_window: int | None, paging: Paging, buckets: Sequence[Bucket], num_threads: int
+    batch: RaggedBatch,
+    sliding_window: int | None,
+    *,
+    paging: Paging,
+    key_size: int,
+    buckets: Sequence[Bucket],
+    num_threads: int,
 ) -> Work:
     """Returns the calls that attend over a batch.
 
@@ -92,35 +106,32 @@ def plan(
         batch: Validated metadata.
         sliding_window: Keys that a query sees; pages before them are not touched.
         paging: How programs see the pages.
-        buckets: Sizes of the programs, from few queries and items to many.
+        key_size: Numbers of a key, over all heads.
+        buckets: Sizes of the programs, from few queries to many.
         num_threads: Threads that may work side by side.
     """
-    queries = np.array(sorted({bucket.queries for bucket in buckets}))
-    sizes = queries[np.minimum(np.searchsorted(queries, batch.q_lens), len(queries) - 1)]
+    queries = np.array([bucket.queries for bucket in buckets])
+    # A few small blocks cost less than one that is mostly empty.
+    sizes = queries[np.minimum(np.searchsorted(queries * BLOCKS_MAX, batch.q_lens), len(queries) - 1)]
     blocks = _blocks(batch, sizes, sliding_window, paging)
     whole = len(blocks.seq)
-    keys = np.sum((blocks.end - blocks.start) * blocks.length)
-    threads = min(num_threads, max(1, int(keys) // WORTH_A_THREAD))
+    numbers = int(np.sum((blocks.end - blocks.start) * blocks.length)) * key_size
+    threads = min(num_threads, max(1, numbers // WORTH_A_THREAD))
     keys_max = paging.slots * paging.page_size
     if len(blocks.seq) < threads:
         keys_max = min(keys_max, -(-int(np.max(blocks.end - blocks.start)) // threads))
     blocks = _split(blocks, max(paging.tile, keys_max // paging.tile * paging.tile))
     size_of = sizes[blocks.seq]
     shares = _shares((blocks.end - blocks.start) * size_of, threads)
-    return Work(
-        threads=[
-            [
-                call
-                for size in queries
-                for call in _calls(
-                    batch, _take(blocks, np.flatnonzero((shares == thread) & (size_of == size))), paging,
-                    [bucket for bucket in buckets if bucket.queries == size],
-                )
-            ]
-            for thread in range(threads)
-        ],
-        merges=len(blocks.seq) > whole,
-    )  # fmt: skip
+    calls: list[list[Call]] = [[] for _ in range(threads)]
+    for bucket in buckets:
+        of_size = size_of == bucket.queries
+        for thread, mine in enumerate(calls):
+            chosen = np.flatnonzero(of_size & (shares == thread))
+            if len(chosen):
+                mine.extend(_calls(batch, _take(blocks, chosen), paging, bucket))
+    used = frozenset(call.bucket for thread in calls for call in thread)
+    return Work(threads=calls, buckets=used, merges=len(blocks.seq) > whole)
 
 
 def _blocks(batch: RaggedBatch, sizes: np.ndarray, sliding_window: int | None, paging: Paging) -> Blocks:
@@ -145,7 +156,7 @@ def _blocks(batch: RaggedBatch, sizes: np.ndarray, sliding_window: int | None, p
 def _split(blocks: Blocks, keys_max: int) -> Blocks:
     """Cuts ranges of keys that are longer than `keys_max`."""
     counts = -(-(blocks.end - blocks.start) // keys_max)
-    if np.all(counts == 1):
+    if counts.max() == 1:
         return blocks
     index = np.repeat(np.arange(len(counts)), counts)
     part = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -169,17 +180,15 @@ def _shares(costs: Int64[np.ndarray, " n"], num_threads: int) -> Int64[np.ndarra
     return shares
 
 
-def _calls(batch: RaggedBatch, blocks: Blocks, paging: Paging, buckets: Sequence[Bucket]) -> list[Call]:
-    """Cuts one thread's blocks of one size into calls that fit the largest bucket and the table."""
+def _calls(batch: RaggedBatch, blocks: Blocks, paging: Paging, bucket: Bucket) -> list[Call]:
+    """Cuts one thread's blocks of one size into calls that fit the bucket and the table."""
     calls = []
     pages = -(-(blocks.end - blocks.start) // paging.page_size)
     ends = np.cumsum(pages)
     first = 0
     while first < len(pages):
-        used = ends[first] - pages[first]
-        fitting = int(np.searchsorted(ends, used + paging.slots, side="right"))
-        last = min(fitting, first + buckets[-1].items)
-        bucket = next(bucket for bucket in buckets if bucket.items >= last - first)
+        fitting = int(np.searchsorted(ends, ends[first] - pages[first] + paging.slots, side="right"))
+        last = min(fitting, first + bucket.items)
         calls.append(_call(batch, _take(blocks, slice(first, last)), pages[first:last], paging, bucket))
         first = last
     return calls
@@ -191,9 +200,8 @@ def _call(batch: RaggedBatch, blocks: Blocks, pages: Int64[np.ndarray, " n"], pa
     table = batch.page_indices[np.repeat(blocks.seq, pages), index // paging.parts]
     if paging.parts > 1:
         table = table * np.int32(paging.parts) + (index % paging.parts).astype(np.int32)
-    rows = np.arange(len(pages)) * bucket.queries
-    items = np.stack([rows, blocks.position, slot, blocks.start, blocks.end], axis=1).astype(np.int32)
-    return Call(bucket=bucket, tokens=blocks.token, lengths=blocks.length, items=items, table=table)
+    items = np.stack([blocks.position, slot, blocks.start, blocks.end], axis=1).astype(np.int32)
+    return Call(bucket=bucket, tokens=blocks.token.tolist(), lengths=blocks.length.tolist(), items=items, table=table)
 
 
 def _take(blocks: Blocks, index: np.ndarray | slice) -> Blocks:

@@ -1,8 +1,10 @@
 """AttentionService: one handler for each RPC; errors meet the table in `status.py`."""
 
 import time
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
 
 from attnd.kernels import validation
 from attnd.kernels.contract import KernelHints, Layout
@@ -15,8 +17,6 @@ from attnd.v1 import attention_pb2 as pb
 
 _RAGGED_METADATA: Final = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
 
-Response = TypeVar("Response", pb.RaggedPagedAttentionResponse, pb.PagedAttentionResponse, pb.AttendResponse)
-
 
 class AttentionHandlers:
     """Handlers of attnd.v1.AttentionService."""
@@ -27,40 +27,38 @@ class AttentionHandlers:
         self._caches = caches
         self._engine = engine
 
-    async def ragged_paged_attention(
-        self, request: pb.RaggedPagedAttentionRequest, caller: Caller
-    ) -> pb.RaggedPagedAttentionResponse:
+    async def ragged_paged_attention(self, request: pb.RaggedPagedAttentionRequest, caller: Caller) -> bytes:
         """Attends over pages of the client's, as JAX's `ragged_paged_attention` does."""
         cache = self._caches.by_id(request.cache_id)
         cache.require_pages_by_client()
         cache.require_layout(Layout.INTERLEAVED)
-        return await self._answer(_ragged_call(cache, request), caller, pb.RaggedPagedAttentionResponse)
+        return await self._answer(_ragged_call(cache, request, caller.arrays), caller, pb.RaggedPagedAttentionResponse)
 
-    async def paged_attention(self, request: pb.PagedAttentionRequest, caller: Caller) -> pb.PagedAttentionResponse:
+    async def paged_attention(self, request: pb.PagedAttentionRequest, caller: Caller) -> bytes:
         """Attends over pages of the client's, as JAX's `paged_attention` does."""
         cache = self._caches.by_id(request.cache_id)
         cache.require_pages_by_client()
         cache.require_layout(Layout.SPLIT)
-        return await self._answer(_decode_call(cache, request), caller, pb.PagedAttentionResponse)
+        return await self._answer(_decode_call(cache, request, caller.arrays), caller, pb.PagedAttentionResponse)
 
-    async def attend(self, request: pb.AttendRequest, caller: Caller) -> pb.AttendResponse:
+    async def attend(self, request: pb.AttendRequest, caller: Caller) -> bytes:
         """Attends over sequences, taking pages as they grow."""
         cache = self._caches.by_id(request.cache_id)
         sequences = cache.require_sequences()
-        call = await _sequence_call(cache, request)
+        call = await _sequence_call(cache, request, caller.arrays)
         reservation = call.reservation
         assert reservation is not None
         return await self._answer(
             call, caller, pb.AttendResponse, lambda done: sequences.settle(reservation, commit=done)
         )
 
-    async def validate_batch(self, request: pb.ValidateBatchRequest, _caller: Caller) -> pb.ValidateBatchResponse:
+    async def validate_batch(self, request: pb.ValidateBatchRequest, caller: Caller) -> pb.ValidateBatchResponse:
         """Names every violation of a batch."""
         cache = self._caches.by_id(request.cache_id)
         violations = validation.ragged_violations(
             cache.spec,
             decode.array_info(request),
-            **decode.arrays(request, _RAGGED_METADATA),
+            **decode.arrays(caller.arrays, _RAGGED_METADATA),
             options=decode.options(request.options),
             hints=decode.ragged_hints(request),
         )
@@ -70,30 +68,30 @@ class AttentionHandlers:
         self,
         call: AttentionCall,
         caller: Caller,
-        response_class: type[Response],
+        response_class: type[encode.AttentionResponse],
         settle: Callable[[bool], None] = lambda _done: None,
-    ) -> Response:
+    ) -> bytes:
         validate_ns = time.monotonic_ns() - caller.received_at_ns
         ran = await self._engine.run(call.run, expires_at=caller.expires_at, settle=settle)
         return encode.attended(response_class, ran, call.cache.implementation.name, validate_ns)
 
 
-def _ragged_call(cache: Cache, request: pb.RaggedPagedAttentionRequest) -> AttentionCall:
+def _ragged_call(
+    cache: Cache, request: pb.RaggedPagedAttentionRequest, given: Mapping[str, np.ndarray]
+) -> AttentionCall:
     layer = validation.layer_index(cache.spec, request.layer)
-    q = decode.array(request, "q")
-    k, v = decode.optional_array(request, "k"), decode.optional_array(request, "v")
+    q, k, v = decode.array(given, "q"), given.get("k"), given.get("v")
     options, hints = decode.options(request.options), decode.ragged_hints(request)
-    metadata = decode.arrays(request, _RAGGED_METADATA)
+    metadata = decode.arrays(given, _RAGGED_METADATA)
     batch = validation.ragged_batch(cache.spec, q, **metadata, k=k, v=v, options=options, hints=hints)
     return AttentionCall(cache=cache, layer=layer, batch=batch, q=q, k=k, v=v, options=options, hints=hints)
 
 
-def _decode_call(cache: Cache, request: pb.PagedAttentionRequest) -> AttentionCall:
+def _decode_call(cache: Cache, request: pb.PagedAttentionRequest, given: Mapping[str, np.ndarray]) -> AttentionCall:
     layer = validation.layer_index(cache.spec, request.layer)
-    q = decode.array(request, "q")
-    k, v = decode.optional_array(request, "k"), decode.optional_array(request, "v")
+    q, k, v = decode.array(given, "q"), given.get("k"), given.get("v")
     options, hints = decode.decode_options(request), decode.decode_hints(request)
-    metadata = decode.arrays(request, ("lengths", "page_indices"))
+    metadata = decode.arrays(given, ("lengths", "page_indices"))
     decoded = validation.decode_batch(cache.spec, q, **metadata, k=k, v=v, options=options, hints=hints)
     cache.require_megacore(hints.megacore_mode)
     return AttentionCall(
@@ -109,15 +107,14 @@ def _decode_call(cache: Cache, request: pb.PagedAttentionRequest) -> AttentionCa
     )
 
 
-async def _sequence_call(cache: Cache, request: pb.AttendRequest) -> AttentionCall:
+async def _sequence_call(cache: Cache, request: pb.AttendRequest, given: Mapping[str, np.ndarray]) -> AttentionCall:
     layer = validation.layer_index(cache.spec, request.layer)
-    q = decode.array(request, "q")
-    k, v = decode.optional_array(request, "k"), decode.optional_array(request, "v")
+    q, k, v = decode.array(given, "q"), given.get("k"), given.get("v")
     options = decode.options(request.options)
     lens = validation.step_lens(
         cache.spec,
         q,
-        **decode.arrays(request, ("q_lens", "kv_lens")),
+        **decode.arrays(given, ("q_lens", "kv_lens")),
         num_sequences=len(request.sequences),
         k=k,
         v=v,

@@ -12,7 +12,7 @@ from attnd.service.engine import Engine
 from attnd.service.errors import ResourceExhaustedError
 from attnd.service.rpc import Caller, unimplemented
 from attnd.v1 import cache_pb2 as pb
-from attnd.v1 import limits, tensors
+from attnd.v1 import limits
 
 
 class CacheHandlers:
@@ -53,9 +53,8 @@ class CacheHandlers:
         cache = self._caches.by_id(request.cache_id)
         cache.require_pages_by_client()
         layer = validation.layer_index(cache.spec, request.layer)
-        pages = decode.array(request, "kv_pages")
-        scales = decode.optional_array(request, "scales")
-        page_indices = decode.array(request, "page_indices")
+        pages, scales = decode.array(caller.arrays, "kv_pages"), caller.arrays.get("scales")
+        page_indices = decode.array(caller.arrays, "page_indices")
         validation.page_writes(cache.spec, page_indices, pages, scales)
 
         def write() -> None:
@@ -64,23 +63,19 @@ class CacheHandlers:
         await self._engine.run(write, expires_at=caller.expires_at)
         return pb.WritePagesResponse()
 
-    async def read_pages(self, request: pb.ReadPagesRequest, caller: Caller) -> pb.ReadPagesResponse:
+    async def read_pages(self, request: pb.ReadPagesRequest, caller: Caller) -> bytes:
         """Reads whole pages of one layer."""
         cache = self._caches.by_id(request.cache_id)
         cache.require_pages_by_client()
         layer = validation.layer_index(cache.spec, request.layer)
-        page_indices = validation.page_reads(cache.spec, decode.array(request, "page_indices"))
+        page_indices = validation.page_reads(cache.spec, decode.array(caller.arrays, "page_indices"))
         size_bytes = math.prod(cache.spec.pages_shape(len(page_indices))) * cache.spec.dtype.itemsize
         _require_message_fits(size_bytes)
 
         def read() -> tuple[np.ndarray, np.ndarray | None]:
             return cache.implementation.read(cache.pages, layer, page_indices)
 
-        pages, scales = (await self._engine.run(read, expires_at=caller.expires_at)).value
-        response = pb.ReadPagesResponse(kv_pages=tensors.to_tensor(pages))
-        if scales is not None:
-            response.scales.CopyFrom(tensors.to_tensor(scales))
-        return response
+        return encode.pages(*(await self._engine.run(read, expires_at=caller.expires_at)).value)
 
     async def create_sequences(self, request: pb.CreateSequencesRequest, _caller: Caller) -> pb.CreateSequencesResponse:
         """Creates empty sequences."""

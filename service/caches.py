@@ -34,6 +34,7 @@ class Cache:
 
     Attributes:
         cache_id: Unguessable and never used again, so that the id of a deleted cache finds nothing.
+        incarnation_id: The run of the server that holds it.
         name: Its name.
         spec: Its shape.
         pages_by: Who manages its pages.
@@ -44,6 +45,7 @@ class Cache:
     """
 
     cache_id: str
+    incarnation_id: str
     name: str
     spec: CacheSpec
     pages_by: PagesBy
@@ -85,6 +87,9 @@ class Cache:
 class CacheRegistry:
     """All caches. Methods are called from the event loop's thread.
 
+    Attributes:
+        incarnation_id: Unguessable id of this run: caches live and die with it.
+
     Args:
         engine: Where pages are allocated and cleared.
         platform: "cpu" or "tpu"; decides the default implementation.
@@ -96,6 +101,7 @@ class CacheRegistry:
     def __init__(
         self, engine: Engine, *, platform: str, implementation: str, size_bytes_max: int, warm_up: bool
     ) -> None:
+        self.incarnation_id = secrets.token_hex(16)
         self._engine = engine
         self._platform = platform
         self._implementation = implementation
@@ -180,6 +186,7 @@ class CacheRegistry:
             del self._being_created[name]
         cache = Cache(
             cache_id=secrets.token_hex(16),
+            incarnation_id=self.incarnation_id,
             name=name,
             spec=spec,
             pages_by=pages_by,

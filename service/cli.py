@@ -58,6 +58,7 @@ def serve(
 
     try:
         logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("jax").setLevel(logging.WARNING)  # at INFO it names every backend that this machine lacks
         config = ServerConfig(
             host=host,
             port=port,

@@ -1,6 +1,6 @@
-"""Messages to arrays: each bytes field is read once, and what it claims is checked before it is used."""
+"""Requests to the terms of the kernels: arrays, shapes, options."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -28,38 +28,24 @@ class HasBlockSizes(Protocol):
     block_sizes: attention_pb2.RaggedBlockSizes
 
 
-def array(request: Message, field: str) -> np.ndarray:
-    """Returns a required array of a request, read-only.
+def array(given: Mapping[str, np.ndarray], field: str) -> np.ndarray:
+    """Returns a required array of a request.
 
     Raises:
         InvalidArgumentError: It is missing.
-        TensorError: It is not an array.
     """
-    found = optional_array(request, field)
-    if found is None:
+    if field not in given:
         raise InvalidArgumentError.of(field, f"{field} must be set.")
-    return found
+    return given[field]
 
 
-def optional_array(request: Message, field: str) -> np.ndarray | None:
-    """Returns an array of a request, read-only; None if it is unset.
-
-    Raises:
-        TensorError: It is not an array.
-    """
-    if not request.HasField(field):
-        return None
-    return tensors.from_tensor(getattr(request, field), field)
-
-
-def arrays(request: Message, fields: Iterable[str]) -> dict[str, np.ndarray]:
-    """Returns required arrays of a request by name.
+def arrays(given: Mapping[str, np.ndarray], fields: Iterable[str]) -> dict[str, np.ndarray]:
+    """Returns required arrays of a request by field.
 
     Raises:
         InvalidArgumentError: One is missing.
-        TensorError: One is not an array.
     """
-    return {field: array(request, field) for field in fields}
+    return {field: array(given, field) for field in fields}
 
 
 def array_info(request: attention_pb2.ValidateBatchRequest) -> ArrayInfo:

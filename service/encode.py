@@ -1,14 +1,16 @@
 """Results to messages."""
 
 import time
-from typing import Final, TypeVar
+from typing import Final
+
+import numpy as np
 
 from attnd.kernels.contract import Attended, CacheSpec, Layout
 from attnd.kernels.validation import Violations
 from attnd.service.caches import Cache, PagesBy
 from attnd.service.engine import Ran
 from attnd.service.sequences import Sequence
-from attnd.v1 import attention_pb2, cache_pb2, tensors
+from attnd.v1 import attention_pb2, cache_pb2, envelope
 
 _LAYOUTS: Final = {
     Layout.INTERLEAVED: cache_pb2.LAYOUT_KV_INTERLEAVED,
@@ -19,32 +21,39 @@ _PAGES_BY: Final = {
     PagesBy.SERVER: cache_pb2.PAGES_BY_SERVER,
 }
 
-Response = TypeVar(
-    "Response",
-    attention_pb2.RaggedPagedAttentionResponse,
-    attention_pb2.PagedAttentionResponse,
-    attention_pb2.AttendResponse,
+AttentionResponse = (
+    attention_pb2.RaggedPagedAttentionResponse | attention_pb2.PagedAttentionResponse | attention_pb2.AttendResponse
 )
 
 
-def attended(response_class: type[Response], ran: Ran[Attended], implementation: str, validate_ns: int) -> Response:
+def attended(
+    response_class: type[AttentionResponse], ran: Ran[Attended], implementation: str, validate_ns: int
+) -> bytes:
     """Returns the answer to an attention call."""
-    started_at_ns = time.monotonic_ns()
     answer, timings = ran.value, ran.value.timings
-    response = response_class(implementation=implementation, out=tensors.to_tensor(answer.out))
-    if answer.lse_natural is not None:
-        response.lse_natural.CopyFrom(tensors.to_tensor(answer.lse_natural))
-    response.timings.CopyFrom(
-        attention_pb2.Timings(
+    response = response_class(
+        implementation=implementation,
+        timings=attention_pb2.Timings(
             queue_ns=ran.queue_ns,
             validate_ns=validate_ns,
             write_ns=timings.write_ns,
             compile_ns=timings.compile_ns,
             kernel_ns=timings.kernel_ns,
-            encode_ns=time.monotonic_ns() - started_at_ns,
-        )
+            encode_ns=time.monotonic_ns() - ran.ended_at_ns,
+        ),
     )
-    return response
+    arrays = {"out": answer.out}
+    if answer.lse_natural is not None:
+        arrays["lse_natural"] = answer.lse_natural
+    return envelope.pack(response, arrays)
+
+
+def pages(kv_pages: np.ndarray, scales: np.ndarray | None) -> bytes:
+    """Returns the answer to ReadPages."""
+    arrays = {"kv_pages": kv_pages}
+    if scales is not None:
+        arrays["scales"] = scales
+    return envelope.pack(cache_pb2.ReadPagesResponse(), arrays)
 
 
 def violations(found: Violations) -> attention_pb2.ValidateBatchResponse:
@@ -67,6 +76,7 @@ def cache(cache: Cache) -> cache_pb2.Cache:
         num_free_pages=cache.spec.num_pages if sequences is None else sequences.num_free_pages,
         num_sequences=0 if sequences is None else len(sequences),
         implementation=cache.implementation.name,
+        incarnation_id=cache.incarnation_id,
     )
 
 

@@ -25,10 +25,17 @@ def _ignore(_done: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ran(Generic[T]):
-    """What a job gave, and how long it waited for its turn, in nanoseconds."""
+    """What a job gave.
+
+    Attributes:
+        value: What its work returned.
+        queue_ns: Nanoseconds that it waited for its turn.
+        ended_at_ns: `time.monotonic_ns()` when its work had ended.
+    """
 
     value: T
     queue_ns: int
+    ended_at_ns: int
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +136,7 @@ class Engine:
                     value = job.work()
                 except Exception as raised:  # the caller gets it, whatever it is
                     error = raised
-            ran = Ran(value, started_at_ns - job.queued_at_ns)
+            ran = Ran(value, started_at_ns - job.queued_at_ns, time.monotonic_ns())
             self._loop.call_soon_threadsafe(self._finish, job, ran, error)
             # The loop holds the answer now; keeping it here until the next job would keep its arrays alive.
             del job, value, ran, error

@@ -4,12 +4,13 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
+import numpy as np
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -17,6 +18,7 @@ from grpc_status import rpc_status
 
 from attnd.service.errors import UnimplementedError
 from attnd.service.status import status_of
+from attnd.v1 import envelope
 
 # grpcio reports "no deadline" as a time of centuries.
 _NO_DEADLINE_S: Final = 1e9
@@ -24,25 +26,20 @@ _NO_DEADLINE_S: Final = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a handler may know of the call that it serves.
+    """What comes with a request.
 
     Attributes:
+        arrays: The arrays of the request, by field, read-only; its message does not have them.
         expires_at: `time.monotonic()` at which its deadline passes; infinite if it has none.
         received_at_ns: `time.monotonic_ns()` at which its message had been received.
     """
 
+    arrays: Mapping[str, np.ndarray]
     expires_at: float
     received_at_ns: int
 
-    @classmethod
-    def of(cls, context: "grpc.aio.ServicerContext[Any, Any]") -> "Caller":
-        """Returns the caller behind a context."""
-        remaining_s = context.time_remaining()
-        limited = remaining_s is not None and remaining_s < _NO_DEADLINE_S
-        return cls(time.monotonic() + remaining_s if limited else math.inf, time.monotonic_ns())
 
-
-Handler = Callable[[Any, Caller], Awaitable[Message]]
+Handler = Callable[[Any, Caller], Awaitable[Message | bytes]]
 
 
 def generic_handler(service: ServiceDescriptor, handlers: object) -> grpc.GenericRpcHandler:
@@ -70,10 +67,11 @@ def _method(method: MethodDescriptor, handler: Handler) -> "grpc.RpcMethodHandle
     request_class: type[Message] = GetMessageClass(method.input_type)
 
     async def unary(data: bytes, context: "grpc.aio.ServicerContext[bytes, bytes]") -> bytes:
-        caller = Caller.of(context)
+        received_at_ns = time.monotonic_ns()
         try:
-            response = await handler(request_class.FromString(data), caller)
-            return response.SerializeToString()
+            request, arrays = envelope.unpack(data, request_class)
+            response = await handler(request, Caller(arrays, _expires_at(context), received_at_ns))
+            return response if isinstance(response, bytes) else response.SerializeToString()
         except Exception as error:  # the table has a status for each
             await _abort(context, error)
 
@@ -81,16 +79,22 @@ def _method(method: MethodDescriptor, handler: Handler) -> "grpc.RpcMethodHandle
         _requests: "bytes | AsyncIterator[bytes]", context: "grpc.aio.ServicerContext[bytes, bytes]"
     ) -> bytes:
         try:
-            response = await handler(request_class(), Caller.of(context))
-            return response.SerializeToString()
+            await handler(request_class(), Caller({}, _expires_at(context), time.monotonic_ns()))
         except Exception as error:
             await _abort(context, error)
+        raise AssertionError("no stream is served yet")
 
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(stream)
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(stream)
     return grpc.unary_unary_rpc_method_handler(unary)
+
+
+def _expires_at(context: "grpc.aio.ServicerContext[bytes, bytes]") -> float:
+    remaining_s = context.time_remaining()
+    limited = remaining_s is not None and remaining_s < _NO_DEADLINE_S
+    return time.monotonic() + remaining_s if limited else math.inf
 
 
 async def _abort(context: "grpc.aio.ServicerContext[bytes, bytes]", error: Exception) -> NoReturn:

@@ -1,7 +1,6 @@
 """ServerService: what the server is and can do."""
 
 import importlib.metadata
-import secrets
 import time
 
 import jax
@@ -24,7 +23,6 @@ class ServerHandlers:
         self._config = config
         self._caches = caches
         self._engine = engine
-        self._incarnation_id = secrets.token_hex(16)
         self._started_at = time.monotonic()
         self._process = psutil.Process()
 
@@ -33,7 +31,7 @@ class ServerHandlers:
         return pb.GetServerInfoResponse(
             version=importlib.metadata.version("attnd"),
             jax_version=jax.__version__,
-            incarnation_id=self._incarnation_id,
+            incarnation_id=self._caches.incarnation_id,
             platform=jax.default_backend(),
             devices=[pb.Device(id=device.id, kind=device.device_kind) for device in jax.devices()],
             implementations=[pb.Implementation(name=name) for name in registry.names()],

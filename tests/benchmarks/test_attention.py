@@ -5,7 +5,7 @@ import pytest
 
 from attnd.kernels.contract import AttentionOptions, KernelHints
 from attnd.kernels.reference import Reference
-from benchmarks import attention, native, torch_sdpa, workloads
+from benchmarks import attention, native, workloads
 
 HEADS = workloads.Heads(num_q_heads=6, num_kv_heads=2, head_dim=16, page_size=4)
 SHAPES = {
@@ -30,26 +30,15 @@ def test_answer_agrees_with_the_reference_implementation(workload):
     np.testing.assert_allclose(workloads.answer(workload), attended.out, atol=1e-6)
 
 
-def test_our_implementation_and_the_baselines_run(workload):
+def test_our_implementation_and_the_stream_run(workload):
     expected = workloads.answer(workload)
-    for call in (
-        attention.ours(workload, expected),
-        attention.stream(workload),
-        attention.jax_reference(workload, expected),
-    ):
+    for call in (attention.ours(workload, expected), attention.stream(workload)):
         assert call() > 0
 
 
-@pytest.mark.peers
-@pytest.mark.parametrize("fetch", torch_sdpa.FETCHES)
-def test_torch_is_right_in_every_variant(workload, fetch):
-    torch = torch_sdpa.load()
-    if torch is None:
-        pytest.skip("torch is not installed; `make bench` has it")
-    competitor = torch_sdpa.TorchSdpa(torch, workload)
-    variant, call = attention.torch_call(competitor, fetch, workload, workloads.answer(workload))
-    assert variant in competitor.variants(fetch)
-    assert call() > 0
+def test_jax_reference_runs():
+    workload = workloads.make("mixed", *SHAPES["mixed"], workloads.FLOAT32, HEADS)
+    assert attention.jax_reference(workload, workloads.answer(workload))() > 0
 
 
 def test_check_refuses_a_wrong_answer_and_nan(workload):
@@ -70,7 +59,7 @@ def test_workloads_have_the_documented_shapes():
 
 
 def test_page_table_is_permuted_and_pages_are_distinct():
-    pages = workloads.decode(workloads.BFLOAT16).pages_used
+    pages = workloads.make("decode", [1] * 4, [64] * 4, workloads.FLOAT32, HEADS).pages_used
     assert len(set(pages.tolist())) == len(pages)
     assert (np.diff(pages) != 1).any()
 

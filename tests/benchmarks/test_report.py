@@ -4,6 +4,7 @@ import io
 import json
 import socket
 
+import pytest
 from rich.console import Console
 
 from benchmarks import report
@@ -34,6 +35,26 @@ def test_json_holds_every_figure(tmp_path):
     assert loaded["machine"] == {"processor": "x"}
     assert [figure["value"] for figure in loaded["sections"][0]["figures"]] == [1.5, 60.0]
     assert loaded["sections"][0]["figures"][0]["target"] == {"bound": 1.7, "side": "at least"}
+
+
+def test_markdown_replaces_only_the_figures(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(f"before\n{report.MARKS[0]}\nold\n{report.MARKS[1]}\nafter\n")
+    facts = {"processor": "x", "load": "0.1", "jax": "1", "torch": "2"}
+    for _ in range(2):
+        report.write_markdown(path, facts, [section()])
+    text = path.read_text()
+    assert text.startswith(f"before\n{report.MARKS[0]}\n\nMeasured on: x;")
+    assert text.endswith(f"\n\n{report.MARKS[1]}\nafter\n")
+    assert text.count("| speed | 1.5 x  (1 to 2) | at least 1.7: MISSED |") == 1
+    assert "old" not in text
+
+
+def test_markdown_refuses_a_page_without_marks(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("nothing here")
+    with pytest.raises(ValueError, match="has no lines"):
+        report.write_markdown(path, {}, [])
 
 
 def test_machine_names_what_figures_depend_on_and_no_host():

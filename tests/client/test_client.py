@@ -8,13 +8,17 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
+import grpc
 import pytest
 
 from attnd import client as sdk
 from attnd.client import AsyncClient, Client
 from tests.client.conftest import Driver
+from tests.service.test_tls import self_signed
+from tests.support.server import attnd_server
 
 PAIRS = [
     (sdk.Client, sdk.AsyncClient),
@@ -83,6 +87,48 @@ def listener(answer: bytes | None):
         thread.join()
         for connection in opened:
             connection.close()
+
+
+@contextmanager
+def serving(*handlers: grpc.GenericRpcHandler):
+    """A gRPC server that is not attnd's."""
+    server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers(handlers)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+@contextmanager
+def cutting_proxy(address: str):
+    """Forwards one connection until told to cut it when the server next speaks, and gives its answer time to exist."""
+    cut = threading.Event()
+
+    def pump(source: socket.socket, sink: socket.socket, *, cuts: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if cuts and cut.is_set():
+                    time.sleep(0.5)
+                    break
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def serve() -> None:
+        host, port = address.rsplit(":", 1)
+        with suppress(OSError), listening.accept()[0] as client, socket.create_connection((host, int(port))) as server:
+            back = threading.Thread(target=pump, args=(server, client), kwargs={"cuts": True})
+            back.start()
+            pump(client, server, cuts=False)
+            back.join()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}", cut
+        thread.join(20)
 
 
 def free_address() -> str:
@@ -194,6 +240,72 @@ def test_an_awaiting_client_belongs_to_one_event_loop(server):
         runner.run(first())
         asyncio.run(second())
         runner.run(client.close())
+
+
+def test_an_awaiting_client_may_be_closed_after_its_loop(server):
+    client = AsyncClient(server.address)
+
+    async def ask() -> None:
+        await client.server_info()
+
+    asyncio.run(ask())
+    asyncio.run(client.close())
+    with pytest.raises(sdk.FailedPreconditionError, match="closed"):
+        asyncio.run(ask())
+
+
+def test_tls_is_spoken_with_credentials_and_refusals_are_clear(run: Driver, tmp_path):
+    cert, key = self_signed(tmp_path, "server")
+    other, _ = self_signed(tmp_path, "other")
+    with attnd_server("--tls-cert", str(cert), "--tls-key", str(key)) as server:
+        address = f"localhost:{server.address.rpartition(':')[2]}"
+        trusting = run.client(address, credentials=grpc.ssl_channel_credentials(cert.read_bytes()))
+        assert run(trusting.server_info()).platform == "cpu"
+        for credentials in (None, grpc.ssl_channel_credentials(other.read_bytes())):
+            with pytest.raises(sdk.UnavailableError, match=f"no attnd server answers at {address}: "):
+                run(run.client(address, credentials=credentials, timeout_s=10.0).server_info())
+
+
+def test_metadata_travels_with_every_call(run: Driver):
+    seen = []
+
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        seen.append(dict(context.invocation_metadata()).get("authorization"))
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you?")
+
+    handler = grpc.method_handlers_generic_handler(
+        "attnd.v1.ServerService", {"GetServerInfo": grpc.unary_unary_rpc_method_handler(answer)}
+    )
+    with serving(handler) as address, pytest.raises(sdk.UnauthenticatedError, match="who are you") as caught:
+        run(run.client(address, metadata=[("authorization", "me")]).server_info())
+    assert (seen, caught.value.reason) == (["me"], "")
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff", b"\x0a\x7fx"])
+def test_an_answer_that_is_no_message_is_the_servers_fault(run: Driver, data):
+    handler = grpc.method_handlers_generic_handler(
+        "attnd.v1.ServerService",
+        {"GetServerInfo": grpc.unary_unary_rpc_method_handler(lambda request, context: data)},
+    )
+    with serving(handler) as address, pytest.raises(sdk.InternalError, match="GetServerInfo cannot be read"):
+        run(run.client(address).server_info())
+
+
+def test_another_grpc_service_does_not_serve_attnd(run: Driver):
+    with serving() as address, pytest.raises(sdk.UnimplementedError, match="does not serve /attnd.v1.ServerService"):
+        run(run.client(address).server_info())
+
+
+def test_a_call_whose_answer_is_lost_is_not_repeated(run: Driver, server):
+    sizes = {"num_layers": 1, "num_pages": 4, "page_size": 8, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"}
+    with Client(server.address) as direct, cutting_proxy(server.address) as (address, cut):
+        cache = direct.create_cache("lost-answer", **sizes, pages_by="server")
+        indirect = run(run.client(address).get_cache("lost-answer"))
+        cut.set()
+        with pytest.raises(sdk.UnavailableError):
+            run(indirect.create_sequences(1))
+        assert len(cache.list_sequences()) == 1
+        cache.delete()
 
 
 def test_a_forked_process_is_told_at_once_and_the_parent_goes_on(server):

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from attnd.client import InternalError, InvalidArgumentError, ResourceExhaustedError, _messages
-from attnd.v1 import tensor_pb2, tensors
+from attnd.v1 import attention_pb2, envelope
 
 BIG = 2**32 + 1
 
 
 def over_the_wire(array: np.ndarray) -> np.ndarray:
-    message = tensor_pb2.Tensor.FromString(tensors.to_tensor(array).SerializeToString())
-    return _messages.array_of(message, "x")
+    message = envelope.pack(attention_pb2.AttendResponse(), {"out": array})
+    return _messages.owned(envelope.unpack(message, attention_pb2.AttendResponse)[1], "out")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
@@ -46,9 +46,9 @@ def test_answers_are_writable_and_own_their_memory():
     assert got.flags.writeable
 
 
-def test_an_answer_that_is_no_array_is_the_servers_fault():
-    with pytest.raises(InternalError, match="cannot be read"):
-        _messages.array_of(tensor_pb2.Tensor(dtype="V2", shape=[1], data=b"12"), "out")
+def test_an_answer_without_its_array_is_the_servers_fault():
+    with pytest.raises(InternalError, match="lacks out"):
+        _messages.owned({}, "out")
 
 
 @pytest.mark.parametrize(

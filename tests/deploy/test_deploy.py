@@ -8,9 +8,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+import typer
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from attnd.service.cli import app
 from tests.support.server import attnd_server
 
 ROOT = Path(__file__).parents[2]
@@ -106,3 +108,15 @@ def test_health_check_takes_the_port_of_the_server_s_environment(health_server, 
     _, address = health_server
     monkeypatch.setenv("ATTND_PORT", address.rpartition(":")[2])
     assert healthcheck.main([]) == 0
+
+
+def test_every_option_that_the_page_on_deployment_names_exists():
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    options = {name for command in typer.main.get_command(app).commands.values() for name in option_names(command)}
+    checks = set(re.findall(r"--[a-z-]+", (ROOT / "deploy" / "healthcheck.py").read_text()))
+    others = {"--build-arg", "--rm", "--stop-timeout", "--help"}
+    assert set(re.findall(r"--[a-z][a-z-]+", page)) <= options | checks | others
+
+
+def option_names(command):
+    return {name for parameter in command.params for name in parameter.opts}

@@ -221,7 +221,7 @@ class RestoreCacheResponse(_message.Message):
     def __init__(self, restored_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
 
 class Cache(_message.Message):
-    __slots__ = ("cache_id", "name", "spec", "pages_by", "size_bytes", "num_free_pages", "num_sequences", "implementation")
+    __slots__ = ("cache_id", "name", "spec", "pages_by", "size_bytes", "num_free_pages", "num_sequences", "implementation", "incarnation_id")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,7 @@ class Cache(_message.Message):
     NUM_FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     IMPLEMENTATION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_ID_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     name: str
     spec: CacheSpec
@@ -238,7 +239,8 @@ class Cache(_message.Message):
     num_free_pages: int
     num_sequences: int
     implementation: str
-    def __init__(self, cache_id: _Optional[str] = ..., name: _Optional[str] = ..., spec: _Optional[_Union[CacheSpec, _Mapping]] = ..., pages_by: _Optional[_Union[PagesBy, str]] = ..., size_bytes: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_sequences: _Optional[int] = ..., implementation: _Optional[str] = ...) -> None: ...
+    incarnation_id: str
+    def __init__(self, cache_id: _Optional[str] = ..., name: _Optional[str] = ..., spec: _Optional[_Union[CacheSpec, _Mapping]] = ..., pages_by: _Optional[_Union[PagesBy, str]] = ..., size_bytes: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_sequences: _Optional[int] = ..., implementation: _Optional[str] = ..., incarnation_id: _Optional[str] = ...) -> None: ...
 
 class CacheSpec(_message.Message):
     __slots__ = ("layout", "num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim", "dtype")

@@ -11,7 +11,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "jax_version", "incarnation_id", "platform", "devices", "implementations", "limits", "num_compiled_programs", "token_buckets", "caches_size_bytes", "resident_bytes", "queue_depth", "uptime_s")
+    __slots__ = ("version", "jax_version", "incarnation_id", "platform", "devices", "implementations", "limits", "num_compiled_programs", "caches_size_bytes", "resident_bytes", "queue_depth", "uptime_s")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -20,7 +20,6 @@ class GetServerInfoResponse(_message.Message):
     IMPLEMENTATIONS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPILED_PROGRAMS_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CACHES_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -33,12 +32,11 @@ class GetServerInfoResponse(_message.Message):
     implementations: _containers.RepeatedCompositeFieldContainer[Implementation]
     limits: Limits
     num_compiled_programs: int
-    token_buckets: _containers.RepeatedScalarFieldContainer[int]
     caches_size_bytes: int
     resident_bytes: int
     queue_depth: int
     uptime_s: float
-    def __init__(self, version: _Optional[str] = ..., jax_version: _Optional[str] = ..., incarnation_id: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., implementations: _Optional[_Iterable[_Union[Implementation, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., num_compiled_programs: _Optional[int] = ..., token_buckets: _Optional[_Iterable[int]] = ..., caches_size_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., queue_depth: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., jax_version: _Optional[str] = ..., incarnation_id: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., implementations: _Optional[_Iterable[_Union[Implementation, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., num_compiled_programs: _Optional[int] = ..., caches_size_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., queue_depth: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class Device(_message.Message):
     __slots__ = ("id", "kind")
@@ -49,23 +47,19 @@ class Device(_message.Message):
     def __init__(self, id: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class Implementation(_message.Message):
-    __slots__ = ("name", "note")
+    __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
-    NOTE_FIELD_NUMBER: _ClassVar[int]
     name: str
-    note: str
-    def __init__(self, name: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("message_bytes_max", "queue_depth_max", "caches_size_bytes_max", "tokens_max", "sequences_max")
+    __slots__ = ("message_bytes_max", "queue_depth_max", "caches_size_bytes_max", "sequences_max")
     MESSAGE_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     QUEUE_DEPTH_MAX_FIELD_NUMBER: _ClassVar[int]
     CACHES_SIZE_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_MAX_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_MAX_FIELD_NUMBER: _ClassVar[int]
     message_bytes_max: int
     queue_depth_max: int
     caches_size_bytes_max: int
-    tokens_max: int
     sequences_max: int
-    def __init__(self, message_bytes_max: _Optional[int] = ..., queue_depth_max: _Optional[int] = ..., caches_size_bytes_max: _Optional[int] = ..., tokens_max: _Optional[int] = ..., sequences_max: _Optional[int] = ...) -> None: ...
+    def __init__(self, message_bytes_max: _Optional[int] = ..., queue_depth_max: _Optional[int] = ..., caches_size_bytes_max: _Optional[int] = ..., sequences_max: _Optional[int] = ...) -> None: ...
