@@ -13,7 +13,7 @@ without a mask, and starts its copies while its last products drain.
 The scores of a pass wait in `scores` for the next pass, which moves them to `current` before it overwrites them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -39,6 +39,8 @@ from attnd.kernels.pallas_words import Ref
 
 LOG2_E: Final = 1.4426950408889634
 LN_2: Final = 0.6931471805599453
+# Eighths of a full block's copies that start before its last chunk.
+EARLY_COPIES: Final = 3
 
 
 def decode(
@@ -264,11 +266,21 @@ class _Program:
         return _State(state.cur, state.next, state.later, state.fetched, ahead, state.slot_of(1))
 
     def _fast_pass(self, state: _State) -> Item:
-        """Runs the common pass: full blocks, nothing masked, no new token. One basic block."""
+        """Runs the common pass: full blocks, nothing masked, no new token. One basic block.
+
+        Copies may not pass reads of the buffers. Most start under the drain of the last products; it would be too short
+        for all of a block of small pages, so some start before the last chunk.
+        """
         self.copies.wait_full(state.slot_of(1))
         ahead = self.items.following(state.fetched)
-        self._pass(state, self.config.block_tokens, None, None)
-        self.copies.fetch_full(state.fetched, state.slot_of(3))
+        strips = range(self.config.strips_per_block)
+        early = len(strips) * EARLY_COPIES // 8
+
+        def fetch(part: range) -> None:
+            self.copies.fetch_strips(state.fetched, state.slot_of(3), part)
+
+        self._pass(state, self.config.block_tokens, None, None, lambda: fetch(strips[:early]))
+        fetch(strips[early:])
         return ahead
 
     def _masked_pass(self, state: _State) -> Item:
@@ -296,7 +308,14 @@ class _Program:
     def _visible(self, item: Item) -> Visible:
         return Visible(first=item.skipped if self.config.windowed else None, end=item.tokens)
 
-    def _pass(self, state: _State, tokens: int, cur: Visible | None, following: Visible | None) -> None:
+    def _pass(
+        self,
+        state: _State,
+        tokens: int,
+        cur: Visible | None,
+        following: Visible | None,
+        before_last_chunk: Callable[[], None] = lambda: None,
+    ) -> None:
         """Finishes `prev`, weighs the values of `cur` and scores `next`; all tokens count where Visible is None."""
         config, columns = self.config, self.columns
         tiles = tokens // config.tile_tokens * config.fold
@@ -317,7 +336,10 @@ class _Program:
         sums = jnp.where(starts, 0.0, sums)  # what came before may be NaN
         q = operand_of_q(config, self.q[jnp.clip(state.next.row, 0, config.num_rows - 1)], self.negative)
         highest = [jnp.full(TILE, LOWEST, jnp.float32)] * config.fold
-        for chunk in range(tokens // config.chunk_tokens):
+        chunks = tokens // config.chunk_tokens
+        for chunk in range(chunks):
+            if chunk == chunks - 1:
+                before_last_chunk()
             self._score(q, state.slot_of(1), chunk, highest, following)
             sums = sums + self._weigh(state.slot, chunk, tops, totals, cur)
         for f in range(config.fold):

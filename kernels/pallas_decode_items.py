@@ -136,11 +136,12 @@ class Copies:
         config = self.items.config
         base, per_page = item.row * config.pages_per_seq, config.strips_per_page
         if per_page == 1:
-            return self.page_indices[(base + item.strip) + i], 0  # one addition for each i
+            return self.page_indices[(base + item.strip) + i], 0  # in this order: one addition for each i
         strip = item.strip + i
         return self.page_indices[base + strip // per_page], strip % per_page * config.strip_tokens
 
-    def _fetch_strip(self, item: Item, slot: Any, i: Any, tokens: Any) -> None:
+    def fetch_strip(self, item: Item, slot: Any, i: Any, tokens: Any) -> None:
+        """Starts the copy of the first tokens of an item's i-th strip."""
         page, offset = self._place(item, i)
         pltpu.make_async_copy(
             self.pool.at[page, self._rows(offset, tokens)],
@@ -148,10 +149,10 @@ class Copies:
             self.arrivals.at[slot],
         ).start()
 
-    def fetch_full(self, item: Item, slot: Any) -> None:
-        """Starts the copies of a full block, without a branch."""
-        for i in range(self.items.config.strips_per_block):
-            self._fetch_strip(item, slot, i, self.items.config.strip_tokens)
+    def fetch_strips(self, item: Item, slot: Any, strips: range) -> None:
+        """Starts the copies of whole strips, without a branch."""
+        for i in strips:
+            self.fetch_strip(item, slot, i, self.items.config.strip_tokens)
 
     def fetch(self, item: Item, slot: Any) -> None:
         """Starts the copies of an item's tokens, rounded up to `copied_tokens`; none of an empty item."""
@@ -160,7 +161,7 @@ class Copies:
 
         @pl.when(tokens == config.block_tokens)
         def _() -> None:
-            self.fetch_full(item, slot)
+            self.fetch_strips(item, slot, range(config.strips_per_block))
 
         @pl.when((tokens > 0) & (tokens < config.block_tokens))
         def _() -> None:
@@ -169,11 +170,11 @@ class Copies:
 
             @pl.loop(0, whole)
             def _(i: Scalar) -> None:
-                self._fetch_strip(item, slot, i, config.strip_tokens)
+                self.fetch_strip(item, slot, i, config.strip_tokens)
 
             @pl.when(rest > 0)
             def _() -> None:
-                self._fetch_strip(item, slot, whole, self._copied(rest))
+                self.fetch_strip(item, slot, whole, self._copied(rest))
 
     def wait_full(self, slot: Any) -> None:
         """Waits for the copies of a full block."""
