@@ -46,7 +46,7 @@ EARLY_COPIES: Final = 3
 def decode(
     config: DecodeConfig,
     q: Float[Array, "num_rows num_q_heads head_dim"],
-    kv_pages: Shaped[Array, "num_pages page_size 2*num_kv_heads head_dim"],
+    kv_pages: Shaped[Array, "num_pages page_size rows_per_token lanes"],
     kv_lens: Int32[Array, " num_rows"],
     page_indices: Int32[Array, "num_rows pages_per_seq"],
     num_seqs: Int32[Array, " 1"],
@@ -62,17 +62,19 @@ def decode(
 ) -> tuple[
     Float[Array, "num_rows num_q_heads head_dim"],
     Float32[Array, "num_rows num_q_heads"] | None,
-    Shaped[Array, "num_pages page_size 2*num_kv_heads head_dim"],
+    Shaped[Array, "num_pages page_size rows_per_token lanes"],
 ]:
     """Attends with one query token a row, softmax((q K^T) sm_scale k_scale) V v_scale, in float32.
 
     To be traced under `jax.jit`; a new config compiles, a new scalar does not. `kv_pages` is aliased to the last
-    result: donate it. A float32 pool is attended over in float32, any other with bfloat16 products.
+    result: donate it. That holds for a pool of `config.pool_shape`; any other is padded, which copies it. A float32
+    pool is attended over in float32, any other with bfloat16 products.
 
     Args:
         config: The static part.
         q: Queries. Rows past `num_seqs` may hold anything.
-        kv_pages: Pool, k at even and v at odd head index. Only tokens of rows in use are read.
+        kv_pages: Pool, k at even and v at odd head index: `config.pool_shape`, or [num_pages, page_size,
+            2 * num_kv_heads, head_dim]. Only tokens of rows in use are read.
         kv_lens: Tokens that each row attends over, the new one included; 0 for an empty row.
         page_indices: Page ids. Slots past a row's `kv_lens` are never read.
         num_seqs: Rows in use.
@@ -93,22 +95,22 @@ def decode(
     assert (sliding_window is not None) == config.windowed
     assert (soft_cap is not None) == config.capped
     scalars = [
-        jnp.asarray(x, jnp.float32).reshape(1)
-        for x in (sm_scale, k_scale, v_scale, 0.0 if soft_cap is None else soft_cap)
+        jnp.asarray(0 if x is None else x, jnp.float32).reshape(1) for x in (sm_scale, k_scale, v_scale, soft_cap)
     ]
     window = jnp.asarray(0 if sliding_window is None else sliding_window, jnp.int32).reshape(1)
-    pool_shape = (config.num_pages, config.page_size * config.rows_per_token, config.head_dim)
     prefetched = [kv_lens, page_indices.reshape(-1), num_seqs, window, *scalars]
-    inputs = [_padded_rows(config, q)]
+    inputs = [_rows_of_q(config, q)]
     if k is not None and v is not None:
-        new = jnp.stack([k, v], 2).reshape(config.num_rows, config.rows_per_token, config.head_dim)
+        new = _padded(jnp.stack([k, v], 2), (config.num_rows, config.heads, 2, config.lanes))
+        new = new.reshape(config.num_rows, config.rows_per_token, config.lanes)
         inputs.append(jnp.tile(new, (1, config.aligned_tokens, 1)))
-    inputs.append(kv_pages.reshape(pool_shape))
+    pool = _padded(kv_pages, config.pool_shape)
+    inputs.append(pool.reshape(config.num_pages, -1, config.lanes))
     shaped: Any = jax.ShapeDtypeStruct
     outputs = [shaped(inputs[0].shape, q.dtype)]
     if config.return_lse:
         outputs.append(shaped((config.num_rows, config.fold * SUBLANES, LANES), jnp.float32))
-    outputs.append(shaped(pool_shape, kv_pages.dtype))
+    outputs.append(shaped(inputs[-1].shape, kv_pages.dtype))
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pltpu.HBM)
     results = pl.pallas_call(
         lambda *refs: _Program(config, refs, bool(interpret)).run(),
@@ -128,22 +130,27 @@ def decode(
         name="decode",
     )(*prefetched, *inputs)
     lse = _lse_of_heads(config, results[1]) if config.return_lse else None
-    return _unpadded_rows(config, results[0]), lse, results[-1].reshape(kv_pages.shape)
+    kv_pages = results[-1].reshape(pool.shape)[:, :, : kv_pages.shape[2], : kv_pages.shape[3]]
+    return _heads_of_rows(config, results[0]), lse, kv_pages
 
 
-def _padded_rows(config: DecodeConfig, q: Float[Array, "rows heads dim"]) -> Float[Array, "rows q_rows dim"]:
-    if config.q_rows == config.num_q_heads:
-        return q
+def _padded(x: Shaped[Array, "..."], shape: tuple[int, ...]) -> Shaped[Array, "..."]:
+    """Pads with zeros; XLA drops it where there is nothing to pad."""
+    return jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
+
+
+def _rows_of_q(config: DecodeConfig, q: Float[Array, "rows num_q_heads head_dim"]) -> Float[Array, "rows q_rows lanes"]:
     q = q.reshape(config.num_rows, config.num_kv_heads, config.group_size, config.head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, config.group_rows - config.group_size), (0, 0)))
-    return q.reshape(config.num_rows, config.q_rows, config.head_dim)
+    q = _padded(q, (config.num_rows, config.heads, config.group_rows, config.lanes))
+    return q.reshape(config.num_rows, config.q_rows, config.lanes)
 
 
-def _unpadded_rows(config: DecodeConfig, out: Float[Array, "rows q_rows dim"]) -> Float[Array, "rows heads dim"]:
-    if config.q_rows == config.num_q_heads:
-        return out
-    out = out.reshape(config.num_rows, config.num_kv_heads, config.group_rows, config.head_dim)
-    return out[:, :, : config.group_size].reshape(config.num_rows, config.num_q_heads, config.head_dim)
+def _heads_of_rows(
+    config: DecodeConfig, out: Float[Array, "rows q_rows lanes"]
+) -> Float[Array, "rows num_q_heads head_dim"]:
+    out = out.reshape(config.num_rows, config.heads, config.group_rows, config.lanes)
+    out = out[:, : config.num_kv_heads, : config.group_size, : config.head_dim]
+    return out.reshape(config.num_rows, config.num_q_heads, config.head_dim)
 
 
 def _lse_of_heads(config: DecodeConfig, tiles: Float32[Array, "rows sub lanes"]) -> Float32[Array, "rows heads"]:
@@ -157,11 +164,11 @@ def _scratch(config: DecodeConfig) -> dict[str, Any]:
     aligned_rows, dtype = config.aligned_tokens * config.rows_per_token, jnp.dtype(config.kv_dtype)
     state = pltpu.VMEM((config.fold, *TILE), jnp.float32)
     scratch = {
-        "blocks": pltpu.VMEM((NUM_BUFFERS, config.block_tokens * config.rows_per_token, config.head_dim), dtype),
+        "blocks": pltpu.VMEM((NUM_BUFFERS, config.block_tokens * config.rows_per_token, config.lanes), dtype),
         "arrivals": pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
         "scores": pltpu.VMEM((config.score_tiles, *TILE), jnp.float32),
         "current": pltpu.VMEM((config.score_tiles, *TILE), jnp.float32),
-        "sums": pltpu.VMEM((config.q_rows, config.head_dim), jnp.float32),
+        "sums": pltpu.VMEM((config.q_rows, config.lanes), jnp.float32),
         "highest": state,
         "top": state,
         "total": state,
@@ -169,7 +176,7 @@ def _scratch(config: DecodeConfig) -> dict[str, Any]:
     if config.append:
         scratch["departures"] = pltpu.SemaphoreType.DMA((NUM_BUFFERS,))
         if config.aligned_tokens > 1:
-            scratch["staged"] = pltpu.VMEM((NUM_BUFFERS, aligned_rows, config.head_dim), dtype)
+            scratch["staged"] = pltpu.VMEM((NUM_BUFFERS, aligned_rows, config.lanes), dtype)
     return scratch
 
 
@@ -201,13 +208,13 @@ class _Program:
         self.v_scale = next(left)[0]
         soft_cap = next(left)[0]
         # Inputs.
-        self.q = next(left)  # [num_rows, q_rows, head_dim]
-        new = next(left) if config.append else None  # [num_rows, aligned_tokens * rows_per_token, head_dim]
+        self.q = next(left)  # [num_rows, q_rows, lanes]
+        new = next(left) if config.append else None  # [num_rows, aligned_tokens * rows_per_token, lanes]
         next(left)  # the pool, which is the last output too
         # Outputs.
-        self.out = next(left)  # [num_rows, q_rows, head_dim]
+        self.out = next(left)  # [num_rows, q_rows, lanes]
         self.lse = next(left) if config.return_lse else None  # [num_rows, fold * 8, 128]
-        pool = next(left)  # [num_pages, page_size * rows_per_token, head_dim]
+        pool = next(left)  # [num_pages, page_size * rows_per_token, lanes]
         scratch = dict(zip(_scratch(config), left, strict=True))
         self.scores, self.current = scratch["scores"], scratch["current"]
         self.sums, self.highest, self.top, self.total = (scratch[n] for n in ("sums", "highest", "top", "total"))
@@ -332,7 +339,7 @@ class _Program:
             self.top[f] = tops[f]
             alphas.append(jnp.exp2((old - tops[f]) * self.unit))
             totals.append(jnp.where(starts, 0.0, self.total[f] * alphas[f]))
-        sums = self.sums[...] * columns.to_rows(alphas, config.head_dim)
+        sums = self.sums[...] * columns.to_rows(alphas, config.lanes)
         sums = jnp.where(starts, 0.0, sums)  # what came before may be NaN
         q = operand_of_q(config, self.q[jnp.clip(state.next.row, 0, config.num_rows - 1)], self.negative)
         highest = [jnp.full(TILE, LOWEST, jnp.float32)] * config.fold
@@ -383,7 +390,7 @@ class _Program:
         row = jnp.clip(prev.row, 0, config.num_rows - 1)
         totals = [columns.over_tokens(self.total[f], jnp.add) for f in range(config.fold)]
         scales = [jnp.where(t == 0.0, 0.0, self.v_scale / t) for t in totals]
-        scale = columns.to_rows(scales, config.head_dim)
+        scale = columns.to_rows(scales, config.lanes)
         # The sums of an empty row may be NaN.
         self.out[row] = jnp.where(scale == 0.0, 0.0, self.sums[...] * scale).astype(self.out.dtype)
         if self.lse is None:

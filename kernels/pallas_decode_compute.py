@@ -41,12 +41,12 @@ class Columns:
         self.config = config
         lane = lax.broadcasted_iota(jnp.int32, TILE, 1)
         self.row = lax.broadcasted_iota(jnp.int32, TILE, 0)
-        self.token = lane // config.num_kv_heads
+        self.token = lane // config.heads
         # Of the candidates for a folded tile, the one that each lane keeps.
-        self.keeps = lane % config.num_kv_heads * config.group_rows // (SUBLANES * config.fold)
+        self.keeps = lane % config.heads * config.group_rows // (SUBLANES * config.fold)
         shape = (config.q_rows, LANES)
         own = lax.broadcasted_iota(jnp.int32, shape, 0) // config.group_rows == (
-            lax.broadcasted_iota(jnp.int32, shape, 1) % config.num_kv_heads
+            lax.broadcasted_iota(jnp.int32, shape, 1) % config.heads
         )
         self.own = own
         if config.compute_dtype == "bfloat16":
@@ -89,7 +89,7 @@ class Columns:
 
     def over_tokens(self, tile: jax.Array, combine: Any) -> jax.Array:
         """Combines the lanes of each kv head, by independent rotations where a chain would wait for each."""
-        step = self.config.num_kv_heads
+        step = self.config.heads
         while step < LANES:
             near = min(LANES // step, 16)
             tiles = [tile] + [pltpu.roll(tile, step * i, 1) for i in range(1, near)]
@@ -115,7 +115,7 @@ class Blocks:
 
     Attributes:
         config: The program.
-        ref: Ref [NUM_BUFFERS, block_tokens * rows_per_token, head_dim] in VMEM.
+        ref: Ref [NUM_BUFFERS, block_tokens * rows_per_token, lanes] in VMEM.
         interpret: Whether interpret mode runs the program.
     """
 
@@ -124,25 +124,25 @@ class Blocks:
     interpret: bool
 
     def keys(self, slot: Any, chunk: int) -> jax.Array:
-        """Returns the keys of a chunk, [chunk_tokens * num_kv_heads, head_dim], in the compute dtype."""
+        """Returns the keys of a chunk, [chunk_tokens * heads, lanes], in the compute dtype."""
         if self.config.kv_dtype == "float32":
             return self._every_other(slot, chunk, 0)
         return low_half(self._words(slot, chunk), jnp.bfloat16)
 
     def values(self, slot: Any, chunk: int) -> jax.Array:
-        """Returns the values of a chunk, [chunk_tokens * num_kv_heads, head_dim], in the compute dtype."""
+        """Returns the values of a chunk, [chunk_tokens * heads, lanes], in the compute dtype."""
         if self.config.kv_dtype == "float32":
             return self._every_other(slot, chunk, 1)
         return high_half(self._words(slot, chunk), jnp.bfloat16)
 
     def _every_other(self, slot: Any, chunk: int, first: int) -> jax.Array:
-        columns = self.config.chunk_tokens * self.config.num_kv_heads
+        columns = self.config.chunk_tokens * self.config.heads
         rows: jax.Array = self.ref.at[slot][pl.ds(2 * chunk * columns + first, columns, 2), :]
         return rows
 
     def _words(self, slot: Any, chunk: int) -> jax.Array:
         """Returns (k, v) pairs of bfloat16 as words."""
-        columns = self.config.chunk_tokens * self.config.num_kv_heads
+        columns = self.config.chunk_tokens * self.config.heads
         if self.config.kv_dtype == "bfloat16":
             return load_words(self.ref.at[slot], chunk * columns, columns, interpret=self.interpret)
         rows = self.ref[slot, pl.ds(2 * chunk * columns, 2 * columns)]
@@ -159,7 +159,7 @@ def products(config: DecodeConfig, q: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def weighted(config: DecodeConfig, weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns the sums of values [q_rows, head_dim] in float32."""
+    """Returns the sums of values [q_rows, lanes] in float32."""
     return jnp.dot(weights, values, precision=_precision(config), preferred_element_type=jnp.float32)
 
 

@@ -25,7 +25,7 @@ class DecodeConfig:
     Attributes:
         num_rows: Rows of q, in use or not.
         num_q_heads: Query heads, a multiple of `num_kv_heads`.
-        num_kv_heads: KV heads, a power of two up to 128.
+        num_kv_heads: KV heads, up to 128.
         head_dim: Head dimension.
         page_size: Tokens of a page; it divides `block_tokens` or is a multiple of it.
         num_pages: Pages of the pool.
@@ -59,10 +59,9 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         if self.block_tokens == 0:
-            object.__setattr__(self, "block_tokens", default_block_tokens(self.num_kv_heads, self.page_size))
+            object.__setattr__(self, "block_tokens", default_block_tokens(self.heads, self.page_size))
         for broken, text in (
             (self.num_q_heads % self.num_kv_heads != 0, "num_q_heads must be a multiple of num_kv_heads."),
-            (self.num_kv_heads & (self.num_kv_heads - 1) != 0, "num_kv_heads must be a power of two."),
             (self.num_kv_heads > LANES, f"num_kv_heads must be at most {LANES}."),
             (self.q_dtype not in Q_DTYPES, f"q_dtype must be one of {', '.join(Q_DTYPES)}."),
             (self.kv_dtype not in KV_DTYPES, f"kv_dtype must be one of {', '.join(KV_DTYPES)}."),
@@ -73,12 +72,29 @@ class DecodeConfig:
             if broken:
                 raise ValueError(f"{text} ({self})")
 
+    # What is stored.  Memory is laid out in tiles of 8 rows and 128 lanes, so that padding costs little or nothing.
+
+    @property
+    def heads(self) -> int:
+        """KV heads that a token of the pool has: a power of two, so that tokens and tiles of scores coincide."""
+        return 1 << (self.num_kv_heads - 1).bit_length()
+
+    @property
+    def lanes(self) -> int:
+        """Values that a row of the pool has: `head_dim`, padded to whole tiles. XLA would transpose a narrower pool."""
+        return -(-self.head_dim // LANES) * LANES
+
+    @property
+    def pool_shape(self) -> tuple[int, int, int, int]:
+        """Shape in which the pool should be stored; what pads it is zero. A pool without it is copied at each call."""
+        return (self.num_pages, self.page_size, self.rows_per_token, self.lanes)
+
     # Heads and rows.  The rows of q are padded so that a kv head has a power of two or whole tiles of them.
 
     @property
     def rows_per_token(self) -> int:
         """Rows of one token in the pool: k and v of each kv head."""
-        return 2 * self.num_kv_heads
+        return 2 * self.heads
 
     @property
     def group_size(self) -> int:
@@ -88,14 +104,14 @@ class DecodeConfig:
     @property
     def group_rows(self) -> int:
         """`group_size`, padded."""
-        fill = -(-2 * SUBLANES // self.num_kv_heads)  # all heads together fill a packed tile
+        fill = -(-2 * SUBLANES // self.heads)  # all heads together fill a packed tile
         rows = max(self.group_size, fill)
         return 1 << (rows - 1).bit_length() if rows <= SUBLANES else -(-rows // SUBLANES) * SUBLANES
 
     @property
     def q_rows(self) -> int:
         """Rows of q of one token, padding included; a multiple of 16."""
-        return self.num_kv_heads * self.group_rows
+        return self.heads * self.group_rows
 
     @property
     def fold(self) -> int:
@@ -107,12 +123,12 @@ class DecodeConfig:
     @property
     def tile_tokens(self) -> int:
         """Tokens of a tile of scores: a lane is a (token, kv head)."""
-        return LANES // self.num_kv_heads
+        return LANES // self.heads
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of one matrix product."""
-        return max(self.tile_tokens, min(LANES, 8 * LANES // self.num_kv_heads))
+        return max(self.tile_tokens, min(LANES, 8 * LANES // self.heads))
 
     @property
     def pass_tokens(self) -> tuple[int, ...]:
@@ -190,7 +206,7 @@ class DecodeConfig:
     @property
     def vmem_bytes(self) -> int:
         """Bytes of VMEM that the program needs."""
-        lanes = -(-self.head_dim // LANES) * LANES
+        lanes = self.lanes
         tile = SUBLANES * LANES * 4
         row = 2 * self.q_rows * lanes * int(jnp.dtype(self.q_dtype).itemsize)  # q and out
         row += self.return_lse * self.fold * tile

@@ -105,11 +105,11 @@ class Copies:
     Attributes:
         items: The items.
         page_indices: Ref int32 [num_rows * pages_per_seq] in SMEM.
-        pool: Ref [num_pages, page_size * rows_per_token, head_dim] in HBM.
-        blocks: Ref [NUM_BUFFERS, block_tokens * rows_per_token, head_dim] in VMEM.
+        pool: Ref [num_pages, page_size * rows_per_token, lanes] in HBM.
+        blocks: Ref [NUM_BUFFERS, block_tokens * rows_per_token, lanes] in VMEM.
         arrivals: DMA semaphores [NUM_BUFFERS].
-        new: Ref [num_rows, aligned_tokens * rows_per_token, head_dim] in VMEM, a new token repeated; None if none come.
-        staged: Ref [NUM_BUFFERS, aligned_tokens * rows_per_token, head_dim] in VMEM; None if a token fills whole tiles.
+        new: Ref [num_rows, aligned_tokens * rows_per_token, lanes] in VMEM, a new token repeated; None if none come.
+        staged: Ref [NUM_BUFFERS, aligned_tokens * rows_per_token, lanes] in VMEM; None if a token fills whole tiles.
         departures: DMA semaphores [NUM_BUFFERS]; None if no new tokens come.
     """
 
@@ -265,14 +265,14 @@ class Copies:
 
         @pl.loop((tokens + (unit - 1)) // unit, end // unit)
         def _(group: Scalar) -> None:
-            shape = (unit * config.rows_per_token, config.head_dim)
+            shape = (unit * config.rows_per_token, config.lanes)
             self.blocks[slot, self._rows(group * unit, unit)] = jnp.zeros(shape, self.blocks.dtype)
 
 
 def token_bits(config: DecodeConfig, tokens: int, first: Any, end: Any) -> jax.Array:
     """Returns uint32 words, one for each word of the rows of `tokens` tokens, whose bits are set in [first, end)."""
     packing = 4 // config.kv_itemsize
-    shape = (tokens * config.rows_per_token // packing, config.head_dim)
+    shape = (tokens * config.rows_per_token // packing, config.lanes)
     row = lax.broadcasted_iota(jnp.int32, shape, 0) * packing
     bits = jnp.zeros(shape, jnp.uint32)
     ones = 0xFFFFFFFF >> (32 - 32 // packing)
