@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import jax
@@ -13,10 +13,18 @@ import numpy as np
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from attnd.kernels import pallas_blocks
-from attnd.kernels.contract import Attended, AttentionOptions, CacheSpec, KernelHints, KernelTimings, RaggedBatch
+from attnd.kernels.contract import (
+    Attended,
+    AttentionOptions,
+    CacheSpec,
+    KernelHints,
+    KernelTimings,
+    Layout,
+    RaggedBatch,
+)
 from attnd.kernels.errors import UnsupportedError
 from attnd.kernels.pallas_blocks import Features, Tuning
-from attnd.kernels.pallas_plan import Launch, LaunchShape, launch_shapes, plan
+from attnd.kernels.pallas_plan import Launch, LaunchShape, launch_shapes, plan, reads_what_another_writes
 from attnd.kernels.pallas_pool import PageMover, PallasPages
 from attnd.kernels.pallas_programs import Program, Programs, arguments_of, features_of
 from attnd.kernels.tpu_chips import CHIPS, chip_of
@@ -26,12 +34,17 @@ COMPILE_TIMEOUT_S: Final = 900.0
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A batch's launches, and their metadata on the device: the layers of a step share them."""
+    """A batch's launches, and their metadata on the device: the layers of a step share them.
+
+    Attributes:
+        fuses_append: Whether the launches may write the new tokens themselves.
+    """
 
     batch: RaggedBatch
     spec: CacheSpec
     num_q_heads: int
     launches: list[tuple[Launch, dict[str, jax.Array]]]
+    fuses_append: bool
 
 
 class Pallas:
@@ -110,7 +123,12 @@ class Pallas:
         q_dtype = "float32" if spec.dtype == np.float32 else "bfloat16"
         decodes = pallas_blocks.serves_decode(spec, num_q_heads, self._tuning)
         shapes = launch_shapes(spec.num_pages, self._tuning.slots_max, decodes=decodes)
-        programs = [self._program(spec, num_q_heads, q_dtype, shape, Features(append=True)) for shape in shapes]
+        appends = pallas_blocks.chunk_appends(spec, self._tuning)
+        programs = [
+            self._program(spec, num_q_heads, q_dtype, shape, Features(append=append))
+            for shape in shapes
+            for append in ([appends] if not shape.is_decode else [True] if appends else [True, False])
+        ]
         missing = [program for program in programs if program not in self._programs]
         executor = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="attnd-compile")
         try:
@@ -145,8 +163,12 @@ class Pallas:
         started_ns = time.perf_counter_ns()
         spec, num_q_heads = pages.spec, q.shape[1]
         q_dtype = "float32" if q.dtype == np.float16 else q.dtype.name
+        planned = self._plan(batch, spec, num_q_heads)
+        if k is not None and v is not None and not planned.fuses_append:
+            self._mover.append(pages, layer, batch, k, v)
+            k = v = None
         features = features_of(options, append=k is not None)
-        launches = self._plan(batch, spec, num_q_heads)
+        launches = planned.launches
         programs = [self._program(spec, num_q_heads, q_dtype, launch.shape, features) for launch, _ in launches]
         planned_ns = time.perf_counter_ns()
         for program in programs:
@@ -169,23 +191,27 @@ class Pallas:
         timings = KernelTimings(compile_ns=compiled_ns - planned_ns, kernel_ns=kernel_ns)
         return Attended(out=whole, lse_natural=whole_lse, timings=timings)
 
-    def _plan(self, batch: RaggedBatch, spec: CacheSpec, num_q_heads: int) -> list[tuple[Launch, dict[str, jax.Array]]]:
+    def _plan(self, batch: RaggedBatch, spec: CacheSpec, num_q_heads: int) -> _Planned:
         """Returns the launches of a batch; the layers of a step, which share their batch, plan it once."""
         last = self._planned
         if last is not None and last.batch is batch and last.spec is spec and last.num_q_heads == num_q_heads:
-            return last.launches
+            return last
         decodes = pallas_blocks.serves_decode(spec, num_q_heads, self._tuning)
         names = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
         launches = [
             (launch, self._programs.place({name: getattr(launch, name) for name in names}))
             for launch in plan(batch, spec.page_size, self._tuning.slots_max, decodes=decodes)
         ]
-        self._planned = _Planned(batch, spec, num_q_heads, launches)
-        return launches
+        fuses = all(launch.shape.is_decode for launch, _ in launches) or pallas_blocks.chunk_appends(spec, self._tuning)
+        fuses = fuses and not reads_what_another_writes(batch, spec.page_size, spec.num_pages)
+        self._planned = _Planned(batch, spec, num_q_heads, launches, fuses_append=fuses)
+        return self._planned
 
     def _program(
         self, spec: CacheSpec, num_q_heads: int, q_dtype: str, shape: LaunchShape, features: Features
     ) -> Program:
         make = pallas_blocks.decode_config if shape.is_decode else pallas_blocks.chunk_config
         config = make(spec, num_q_heads, q_dtype, shape, features, self._tuning)
-        return Program(spec=spec, num_q_heads=num_q_heads, config=config)
+        # Caches that differ in layout or layers alone share their programs.
+        alike = replace(spec, layout=Layout.INTERLEAVED, num_layers=1)
+        return Program(spec=alike, num_q_heads=num_q_heads, config=config)

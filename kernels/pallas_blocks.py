@@ -18,7 +18,7 @@ from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_decode_config import DecodeConfig
 from attnd.kernels.pallas_plan import LaunchShape
 from attnd.kernels.pallas_pool import PoolShape
-from attnd.kernels.tpu_chips import CHIPS, Chip
+from attnd.kernels.tpu_chips import CHIPS, LANES, Chip
 
 TABLE: Final = "block_sizes.json"
 # What the compiler itself keeps in SMEM.
@@ -72,8 +72,9 @@ def unsupported(spec: CacheSpec, tuning: Tuning) -> str | None:
     if spec.dtype.name not in KV_DTYPES:
         return f"dtype={spec.dtype.name} must be one of {', '.join(KV_DTYPES)}."
     shape = LaunchShape(query_block=32, num_tokens=256, num_rows=1, pages_per_seq=64)
+    features = Features(append=chunk_appends(spec, tuning), return_lse=True)
     try:
-        chunk_config(spec, spec.num_kv_heads, "bfloat16", shape, Features(append=True, return_lse=True), tuning)
+        chunk_config(spec, spec.num_kv_heads, "bfloat16", shape, features, tuning)
     except UnsupportedError as error:
         return str(error)
     return None
@@ -89,6 +90,15 @@ def serves_decode(spec: CacheSpec, num_q_heads: int, tuning: Tuning) -> bool:
     return True
 
 
+def chunk_appends(spec: CacheSpec, tuning: Tuning) -> bool:
+    """Returns whether the chunk kernel may write new tokens to their pages.
+
+    Where a page is more than one vector wide, the compiler wants copies to begin at whole tiles, so tokens must be.
+    """
+    pool = PoolShape.of(spec)
+    return pool.head_dim == LANES or 2 * pool.num_kv_heads % tuning.chip.tile_rows(spec.dtype.itemsize) == 0
+
+
 def decode_config(
     spec: CacheSpec, num_q_heads: int, q_dtype: str, shape: LaunchShape, features: Features, tuning: Tuning
 ) -> DecodeConfig:
@@ -99,8 +109,8 @@ def decode_config(
     """
     pool = PoolShape.of(spec)
     fixed = {
-        "num_rows": shape.num_rows, "num_q_heads": num_q_heads // spec.num_kv_heads * pool.num_kv_heads,
-        "num_kv_heads": pool.num_kv_heads, "head_dim": pool.head_dim, "page_size": spec.page_size,
+        "num_rows": shape.num_rows, "num_q_heads": num_q_heads, "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim, "page_size": spec.page_size,
         "num_pages": spec.num_pages, "pages_per_seq": shape.pages_per_seq, "q_dtype": q_dtype,
         "kv_dtype": spec.dtype.name, "append": features.append, "windowed": features.windowed,
         "capped": features.capped, "return_lse": features.return_lse,
@@ -135,6 +145,7 @@ def chunk_config(
         "kv_dtype": spec.dtype.name, "append": features.append, "windowed": features.windowed,
         "capped": features.capped, "return_lse": features.return_lse,
     }  # fmt: skip
+    assert not features.append or chunk_appends(spec, tuning)
     refused = ""
     for query_block, block_tokens in _chunk_blocks(spec, shape.query_block, tuning):
         try:

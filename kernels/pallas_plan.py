@@ -126,6 +126,19 @@ def plan(batch: RaggedBatch, page_size: int, slots_max: int, *, decodes: bool) -
     return launches
 
 
+def reads_what_another_writes(batch: RaggedBatch, page_size: int, num_pages: int) -> bool:
+    """Returns whether a page that gets new tokens is read by another row too, or at another place of its own.
+
+    Kernels that append row by row could then read a token before it is there.
+    """
+    slots = np.arange(batch.page_indices.shape[1])
+    used = slots < -(-batch.kv_lens // np.int32(page_size))[:, np.newaxis]
+    written = used & (slots >= ((batch.kv_lens - batch.q_lens) // page_size)[:, np.newaxis])
+    flags = np.zeros(num_pages, np.bool_)
+    flags[batch.page_indices[written]] = True
+    return bool(np.count_nonzero(flags[batch.page_indices[used]]) > np.count_nonzero(written))
+
+
 def slots_for(pages: int, slots_max: int) -> int:
     """Returns the slots of a row that has room for so many pages.
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32, Shaped
 
-from attnd.kernels.contract import CacheSpec, Layout
+from attnd.kernels.contract import CacheSpec, Layout, RaggedBatch
 from attnd.kernels.tpu_chips import LANES
 
 # Programs that write, read and clear pages exist for these many at a time.
 PAGE_BUCKETS: Final = (1, 8, 64)
+TOKEN_BUCKETS: Final = (8, 64, 512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +76,12 @@ class PageMover:
         self._write = jax.jit(_write, static_argnums=0, donate_argnums=1)
         self._read = jax.jit(_read, static_argnums=0)
         self._clear = jax.jit(_clear, donate_argnums=0)
+        self._append = jax.jit(_append, static_argnums=0, donate_argnums=1)
 
     @property
     def num_compiled_programs(self) -> int:
         """Programs compiled so far."""
-        programs: tuple[Any, ...] = (self._write, self._read, self._clear)
+        programs: tuple[Any, ...] = (self._write, self._read, self._clear, self._append)
         return sum(program._cache_size() for program in programs)  # noqa: SLF001 - JAX has no other count
 
     def allocate(self, spec: CacheSpec) -> PallasPages:
@@ -102,7 +104,7 @@ class PageMover:
             padding = [(0, len(indices) - values.shape[axis] if i == axis else 0) for i in range(values.ndim)]
             pages.pools[layer] = self._write(pages.spec, pages.pools[layer], indices, np.pad(values, padding))
 
-        _in_buckets(page_indices, pages.spec.num_pages, write)
+        _in_buckets(page_indices, pages.spec.num_pages, PAGE_BUCKETS, write)
 
     def read(self, pages: PallasPages, layer: int, page_indices: Int32[np.ndarray, " n"]) -> Shaped[np.ndarray, "..."]:
         """Returns copies of whole pages of a layer, as `spec.pages_shape` has them."""
@@ -114,7 +116,7 @@ class PageMover:
             target = values[(slice(None),) * axis + (part,)]
             target[...] = np.take(read, np.arange(target.shape[axis]), axis)
 
-        _in_buckets(page_indices, 0, read)
+        _in_buckets(page_indices, 0, PAGE_BUCKETS, read)
         return values
 
     def clear(self, pages: PallasPages, page_indices: Int32[np.ndarray, " n"]) -> None:
@@ -124,7 +126,28 @@ class PageMover:
             def clear(indices: np.ndarray, _: slice, layer: int = layer) -> None:
                 pages.pools[layer] = self._clear(pages.pools[layer], indices)
 
-            _in_buckets(page_indices, pages.spec.num_pages, clear)
+            _in_buckets(page_indices, pages.spec.num_pages, PAGE_BUCKETS, clear)
+
+    def append(
+        self,
+        pages: PallasPages,
+        layer: int,
+        batch: RaggedBatch,
+        k: Shaped[np.ndarray, "tokens num_kv_heads head_dim"],
+        v: Shaped[np.ndarray, "tokens num_kv_heads head_dim"],
+    ) -> None:
+        """Writes the new tokens of a batch to their slots."""
+        page, offset = batch.token_slots(pages.spec.page_size)
+        kv = np.stack([k[: batch.num_tokens], v[: batch.num_tokens]], 2)
+
+        def append(indices: np.ndarray, part: slice) -> None:
+            offsets = np.zeros(len(indices), np.int32)
+            offsets[: part.stop - part.start] = offset[part]
+            padding = [(0, len(offsets) - (part.stop - part.start)), (0, 0), (0, 0), (0, 0)]
+            values = np.pad(kv[part], padding)
+            pages.pools[layer] = self._append(pages.spec, pages.pools[layer], indices, offsets, values)
+
+        _in_buckets(page, pages.spec.num_pages, TOKEN_BUCKETS, append)
 
 
 def padded_heads(spec: CacheSpec, values: jax.Array, axis: int) -> jax.Array:
@@ -136,12 +159,14 @@ def padded_heads(spec: CacheSpec, values: jax.Array, axis: int) -> jax.Array:
     return jnp.pad(values, padding)
 
 
-def _in_buckets(page_indices: np.ndarray, filler: int, act: Callable[[np.ndarray, slice], None]) -> None:
+def _in_buckets(
+    page_indices: np.ndarray, filler: int, buckets: tuple[int, ...], act: Callable[[np.ndarray, slice], None]
+) -> None:
     """Acts on pages by groups whose sizes are buckets; a filler makes the last group whole."""
     start = 0
     while start < len(page_indices):
         left = len(page_indices) - start
-        size = next((bucket for bucket in PAGE_BUCKETS if bucket >= left), PAGE_BUCKETS[-1])
+        size = next((bucket for bucket in buckets if bucket >= left), buckets[-1])
         part = slice(start, min(start + size, len(page_indices)))
         indices = np.full(size, filler, np.int32)
         indices[: part.stop - start] = page_indices[part]
@@ -174,3 +199,10 @@ def _read(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array) -> jax.Arra
 
 def _clear(pool: jax.Array, page_indices: jax.Array) -> jax.Array:
     return pool.at[page_indices].set(jnp.zeros((), pool.dtype), mode="drop")
+
+
+def _append(spec: CacheSpec, pool: jax.Array, page: jax.Array, offset: jax.Array, kv: jax.Array) -> jax.Array:
+    """Returns the pool with new tokens; pages past its end get none."""
+    tokens = pool.reshape(spec.num_pages, spec.page_size, -1, pool.shape[-1])
+    rows = padded_heads(spec, kv, 1).reshape(len(page), *tokens.shape[2:])
+    return tokens.at[page, offset].set(rows, mode="drop").reshape(pool.shape)

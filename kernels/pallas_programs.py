@@ -32,7 +32,7 @@ class Program:
     Attributes:
         spec: The cache.
         num_q_heads: Query heads.
-        config: The kernel's config, heads and head_dim padded as the pool's.
+        config: The kernel's config; the chunk kernel's has the pool's heads.
     """
 
     spec: CacheSpec
@@ -68,7 +68,7 @@ class Programs:
         """Returns a program before it is compiled. The pool is donated, and is the last result."""
         # Pallas asks the mesh for which TPU it compiles: the device may be one of a topology that is not here.
         mesh = Mesh(np.array([self._device]), ("device",))
-        sharding = NamedSharding(mesh, PartitionSpec())
+        sharding = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
         arguments = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),  # type: ignore[no-untyped-call]
             argument_shapes(program),
@@ -78,7 +78,9 @@ class Programs:
             return attend(program, pool, arguments, interpret=self._interpret)
 
         with jax.set_mesh(mesh):
-            return jax.jit(run, donate_argnums=0).trace(*arguments).lower(lowering_platforms=(self._platform,))
+            traced = jax.jit(run, donate_argnums=0).trace(*arguments)
+            lowered: jax.stages.Lowered = traced.lower(lowering_platforms=(self._platform,))
+            return lowered
 
     def place(self, values: Any) -> Any:
         """Returns arrays on the device."""
@@ -163,28 +165,26 @@ def arguments_of(
 def attend(
     program: Program, pool: jax.Array, arguments: Mapping[str, Any], *, interpret: Any
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Pads heads and head_dim as the pool's are, calls the kernel, and cuts its results to size."""
+    """Calls the kernel with the pool in its form, and heads padded where it leaves that to its caller."""
     spec, config = program.spec, program.config
-    group = program.num_q_heads // spec.num_kv_heads
     given = dict(arguments)
-    lanes = config.head_dim if isinstance(config, DecodeConfig) else spec.head_dim
+    rows = [given.pop(name) for name in ("kv_lens", "page_indices")]
+    if isinstance(config, DecodeConfig):
+        q, num_seqs = given.pop("q"), given.pop("num_seqs")
+        kv = pool.reshape(config.pool_shape)
+        out, lse, kv = decode(config, q, kv, *rows, num_seqs, **given, interpret=interpret)
+        return out, lse, kv.reshape(pool.shape)
 
-    def grouped(values: jax.Array) -> jax.Array:
-        return padded_heads(spec, values, 1)[..., :lanes]
+    def padded(values: jax.Array) -> jax.Array:
+        return padded_heads(spec, values, 1)[..., : spec.head_dim]
 
-    q = given.pop("q").reshape(-1, spec.num_kv_heads, group, spec.head_dim)
-    q = grouped(q).reshape(-1, config.num_q_heads, lanes)
+    q = given.pop("q").reshape(-1, spec.num_kv_heads, program.num_q_heads // spec.num_kv_heads, spec.head_dim)
+    q = padded(q).reshape(-1, config.num_q_heads, spec.head_dim)
     if config.append:
-        given |= {name: grouped(given[name]) for name in ("k", "v")}
-    metadata = [given.pop(name) for name in ("kv_lens", "page_indices")]
-    if isinstance(config, ChunkConfig):
-        metadata.append(given.pop("cu_q_lens"))
-        kernel: Any = chunk
-    else:
-        kernel = decode
-    out, lse, pool = kernel(config, q, pool, *metadata, given.pop("num_seqs"), **given, interpret=interpret)
-    out = out[:, : program.num_q_heads, : spec.head_dim]
-    return out, None if lse is None else lse[:, : program.num_q_heads], pool
+        given |= {name: padded(given[name]) for name in ("k", "v")}
+    rows += [given.pop("cu_q_lens"), given.pop("num_seqs")]
+    out, lse, pool = chunk(config, q, pool, *rows, **given, interpret=interpret)
+    return out[:, : program.num_q_heads], None if lse is None else lse[:, : program.num_q_heads], pool
 
 
 def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

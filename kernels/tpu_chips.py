@@ -21,6 +21,7 @@ class Chip:
         hbm_bytes_per_s: Share of the chip's memory bandwidth.
         clock_hz: Peak bfloat16 FLOP/s over FLOPs of a cycle in the compiler's schedules.
         cores: TensorCores that JAX shows as one device (megacore).
+        large_tiles: Whether arrays of 16-bit values lie in tiles of 16 rows; else of 8.
     """
 
     generation: str
@@ -30,11 +31,16 @@ class Chip:
     hbm_bytes_per_s: float
     clock_hz: float
     cores: int = 1
+    large_tiles: bool = False
 
     @property
     def hbm_bytes_per_cycle(self) -> float:
         """Bytes that the memory delivers in a cycle."""
         return self.hbm_bytes_per_s / self.clock_hz
+
+    def tile_rows(self, itemsize: int) -> int:
+        """Returns the rows of a tile in memory of values of so many bytes."""
+        return SUBLANES if itemsize == 2 and not self.large_tiles else SUBLANES * 4 // itemsize
 
 
 CHIPS: Final[Mapping[str, Chip]] = {
@@ -58,7 +64,7 @@ CHIPS: Final[Mapping[str, Chip]] = {
         ),
         Chip(
             generation="tpu7x", device_kinds=("TPU7x", "TPU7"), vmem_bytes=64 * _MIB, smem_bytes=_MIB,
-            hbm_bytes_per_s=7.4e12 / 2, clock_hz=2.2e9,
+            hbm_bytes_per_s=7.4e12 / 2, clock_hz=2.2e9, large_tiles=True,
         ),
     )
 }  # fmt: skip

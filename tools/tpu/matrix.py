@@ -8,7 +8,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any, Final
 
@@ -92,7 +92,14 @@ class Case:
         """Returns the kernel's config."""
         make = pallas_blocks.decode_config if self.kernel == "decode" else pallas_blocks.chunk_config
         shape = self.shape or SHAPES[self.kernel]
-        return make(self.spec, self.heads[0], self.q_dtype, shape, FEATURES[self.features], tuning)
+        return make(self.spec, self.heads[0], self.q_dtype, shape, self.used, tuning)
+
+    @property
+    def used(self) -> Features:
+        """The features, without what the server does by another program."""
+        appends = self.kernel == "decode" or pallas_blocks.chunk_appends(self.spec, Tuning(chip=CHIPS[self.generation]))
+        wanted = FEATURES[self.features]
+        return replace(wanted, append=wanted.append and appends)
 
 
 def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -151,7 +158,7 @@ def program_arguments(case: Case, *, refused: bool) -> dict[str, Any]:
         "num_q_heads": case.heads[0],
         "q_dtype": case.q_dtype,
         "shape": asdict(case.shape or SHAPES[case.kernel]),
-        "features": asdict(FEATURES[case.features]),
+        "features": asdict(case.used),
         "generation": case.generation,
         "unlimited": refused,
     }
