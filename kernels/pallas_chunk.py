@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Float32, Int32, Shaped
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from attnd.kernels import pallas_chunk_compute as compute
 from attnd.kernels import pallas_chunk_schedule as schedule
@@ -134,14 +134,17 @@ def _run(
         assert k is not None
         assert v is not None
         pairs = jnp.stack([k, v], axis=2).astype(pool.dtype)
-        inputs.append(jnp.pad(pairs, ((0, 0),) * 3 + ((0, pad_lanes),)).reshape(-1, config.lanes))
+        new_kv = jnp.pad(pairs, ((0, 0),) * 3 + ((0, pad_lanes),)).reshape(-1, config.lanes)
+        inputs = (
+            [q_rows, pool, new_kv] if config.append_in_kernel else [q_rows, _scatter(config, pool, new_kv, metadata)]
+        )
     results = _call(config, [kv_lens, cu_q_lens, page_indices.reshape(-1), num_seqs, *scalars], inputs, interpret)
     out = results["out"].reshape(-1, config.q_rows_per_token, config.lanes)
     out = out[:, : config.num_q_heads, : config.head_dim]
     lse = _lse_of_tokens(config, results["lse"], cu_q_lens, num_seqs) if config.return_lse else None
     if not config.append:
         return out, lse, kv_pages, results.get("counts")
-    pool = results["pool"]
+    pool = results["pool"] if config.append_in_kernel else inputs[1]
     if kv_pages.ndim == 4:
         pool = pool.reshape(*kv_pages.shape[:3], config.lanes)[..., : config.head_dim]
     return out, lse, pool, results.get("counts")
@@ -153,15 +156,15 @@ def _call(
     """Calls the kernel; returns its results by name."""
     hbm, smem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SMEM)
     q_rows, pool = inputs[:2]
-    outputs: dict[str, tuple[Any, Any]] = {"out": (jax.ShapeDtypeStruct(q_rows.shape, q_rows.dtype), hbm)}
-    if config.append:
-        outputs["pool"] = (jax.ShapeDtypeStruct(pool.shape, pool.dtype), hbm)
+    outputs: dict[str, tuple[Any, Any]] = {"out": (_shape(q_rows.shape, q_rows.dtype), hbm)}
+    if config.append_in_kernel:
+        outputs["pool"] = (_shape(pool.shape, pool.dtype), hbm)
     if config.return_lse:
-        outputs["lse"] = (jax.ShapeDtypeStruct((config.tiles_max, *config.lse_shape), _F32), hbm)
+        outputs["lse"] = (_shape((config.tiles_max, *config.lse_shape), _F32), hbm)
     if config.counted:
-        outputs["counts"] = (jax.ShapeDtypeStruct((len(Count),), _I32), smem)
+        outputs["counts"] = (_shape((len(Count),), _I32), smem)
     scratch = config.scratch_shapes()
-    input_names = ["q", "pool_in" if config.append else "pool", *(["new_kv"] if config.append else [])]
+    input_names = ["q", "pool_in", "new_kv"] if config.append_in_kernel else ["q", "pool"]
     names = [*_SCALARS, *input_names, *outputs, *scratch, *_SEMAPHORES]
     results = pl.pallas_call(
         functools.partial(_kernel, config=config, names=tuple(names), interpreted=bool(interpret)),
@@ -177,7 +180,7 @@ def _call(
             ],
         ),
         out_shape=[shape for shape, _ in outputs.values()],
-        input_output_aliases={len(scalars) + 1: list(outputs).index("pool")} if config.append else {},
+        input_output_aliases={len(scalars) + 1: list(outputs).index("pool")} if config.append_in_kernel else {},
         compiler_params=pltpu.CompilerParams(
             disable_bounds_checks=True,
             disable_semaphore_checks=True,
@@ -187,6 +190,10 @@ def _call(
         name="attnd_chunk",
     )(*scalars, *inputs)
     return dict(zip(outputs, results, strict=True))
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
 
 def _lse_of_tokens(
@@ -201,17 +208,43 @@ def _lse_of_tokens(
     q_lens = jnp.where(rows < num_seqs[0], cu_q_lens[1:] - starts, 0)
     tiles = -(-q_lens // config.query_block)
     token = jnp.arange(config.num_tokens, dtype=_I32)
-    stop = jnp.where(num_seqs[0] > 0, cu_q_lens[num_seqs[0]], 0)
-    # The ends of rows that do not count may hold anything; put past all tokens they keep the order.
-    ends = jnp.where(rows < num_seqs[0], cu_q_lens[1:], config.num_tokens)
-    row = jnp.minimum(jnp.searchsorted(ends, token, side="right"), config.num_rows - 1)
+    row, inside = _rows_of_tokens(config, cu_q_lens, num_seqs)
     part, place = jnp.divmod(token - starts[row], config.query_block)
     tile = (jnp.cumsum(tiles) - tiles)[row] + part
     column = jnp.arange(config.num_q_heads)[:, jnp.newaxis] % config.group * config.query_block + place
     item = jnp.arange(config.num_q_heads)[:, jnp.newaxis] // config.group * config.items_per_head
     values = lse[tile, item + column // config.columns, column % config.columns].T
-    inside = (token >= cu_q_lens[0]) & (token < stop)
     return jnp.where(inside[:, jnp.newaxis], values, -jnp.inf)
+
+
+def _rows_of_tokens(
+    config: ChunkConfig, cu_q_lens: Int32[jax.Array, " num_rows+1"], num_seqs: Int32[jax.Array, " 1"]
+) -> tuple[Int32[jax.Array, " num_tokens"], Bool[jax.Array, " num_tokens"]]:
+    """Returns the row of each token, and whether it has one."""
+    token = jnp.arange(config.num_tokens, dtype=_I32)
+    # The ends of rows that do not count may hold anything; put past all tokens they keep the order.
+    counts = jnp.arange(config.num_rows) < num_seqs[0]
+    ends = jnp.where(counts, cu_q_lens[1:], config.num_tokens)
+    row = jnp.minimum(jnp.searchsorted(ends, token, side="right"), config.num_rows - 1).astype(_I32)
+    return row, counts[row] & (token >= cu_q_lens[0]) & (token < cu_q_lens[row + 1])
+
+
+def _scatter(
+    config: ChunkConfig,
+    pool: Shaped[jax.Array, "num_pages rows lanes"],
+    new_kv: Shaped[jax.Array, "new_rows lanes"],
+    metadata: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+) -> Shaped[jax.Array, "num_pages rows lanes"]:
+    """Writes new tokens to their pages; in place if the pool is donated."""
+    kv_lens, page_indices, cu_q_lens, num_seqs = metadata
+    row, inside = _rows_of_tokens(config, cu_q_lens, num_seqs)
+    token = jnp.arange(config.num_tokens, dtype=_I32)
+    slot, offset = jnp.divmod(jnp.maximum(token + kv_lens[row] - cu_q_lens[row + 1], 0), config.page_size)
+    # Indices past the pool are dropped, and distinct as promised.
+    page = jnp.where(inside, page_indices[row, jnp.minimum(slot, config.pages_per_seq - 1)], config.num_pages + token)
+    rows = offset[:, jnp.newaxis] * config.rows_per_token + jnp.arange(config.rows_per_token, dtype=_I32)
+    tokens = new_kv.reshape(-1, config.rows_per_token, config.lanes)
+    return pool.at[page[:, jnp.newaxis], rows].set(tokens, mode="drop", unique_indices=True)
 
 
 # ---- The kernel.
@@ -224,7 +257,7 @@ def _kernel(*references: Any, config: ChunkConfig, names: tuple[str, ...], inter
     if refs.counts is not None:
         for what in Count:
             refs.counts[what] = 0
-    if config.append:
+    if config.append_in_kernel:
         schedule.append_new_tokens(refs)
     row, part = schedule.first_tile(refs)
 

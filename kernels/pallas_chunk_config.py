@@ -191,6 +191,14 @@ class ChunkConfig:
         return 2 * self.num_kv_heads
 
     @property
+    def append_in_kernel(self) -> bool:
+        """Whether the kernel writes the new tokens: only where a token is whole tiles of memory.
+
+        Elsewhere a plain scatter does, ahead of the kernel and in place.
+        """
+        return self.append and self.rows_per_token % self.row_tile == 0
+
+    @property
     def pool_shape(self) -> tuple[int, int, int]:
         """Shape of the pool as the kernel sees it: a page is rows (token, head, k or v)."""
         return (self.num_pages, self.page_size * self.rows_per_token, self.lanes)

@@ -20,7 +20,8 @@ def token_of(config: ChunkConfig, row: jax.Array, count: int) -> jax.Array:
     if phases == 1:
         return row
     half = count // phases
-    return jnp.where(row < half, row * 2, (row - half) * 2 + 1)
+    token: jax.Array = jnp.where(row < half, row * 2, (row - half) * 2 + 1)
+    return token
 
 
 def fetched(refs: Refs, tile: Tile, block: Scalar, first: Scalar, count: int, lanes: int) -> jax.Array:
@@ -35,7 +36,7 @@ def fetched(refs: Refs, tile: Tile, block: Scalar, first: Scalar, count: int, la
         lanes: Columns of the answer.
     """
     token = token_of(refs.config, lax.broadcasted_iota(_I32, (count, lanes), 0), count) + first
-    keep = token < _stop(refs.config, tile, block)
+    keep: jax.Array = token < _stop(refs.config, tile, block)
     if refs.config.windowed:
         keep &= token >= tile.begin - block * refs.config.block_tokens
     return keep

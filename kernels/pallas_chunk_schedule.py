@@ -113,7 +113,8 @@ def tile_at(refs: Refs, row: Scalar, part: Scalar) -> Tile:
     position = kv_len - q_len + part * size
     end = jnp.clip(position + rows, 0, kv_len)
     top = jnp.maximum(_ceil_div(end, block) - 1, 0)
-    begin, inner_low = 0, 0
+    begin: Scalar = 0
+    inner_low: Scalar = 0
     if config.windowed:
         begin = jnp.maximum(position - refs.window[0] + 1, 0)
         inner_low = _ceil_div(jnp.maximum(end - refs.window[0], 0), block)
@@ -211,7 +212,7 @@ def await_block(refs: Refs, tile: Tile, block: Scalar, slot: Scalar) -> None:
     @pl.when(stop > first)
     def _() -> None:
         arrived = refs.kv_buffer.at[slot, :, _span(first, stop - first, rows)]
-        pltpu.make_async_copy(arrived, arrived, refs.kv_semaphores.at[slot]).wait()
+        wait(pltpu.make_async_copy(arrived, arrived, refs.kv_semaphores.at[slot]))
 
 
 def _visible_fetches(refs: Refs, tile: Tile, block: Scalar) -> tuple[Scalar, Scalar]:
@@ -275,7 +276,7 @@ def append_new_tokens(refs: Refs) -> None:
     @pl.when(count > 0)
     def _() -> None:
         everything = new_rows(refs.cu_q_lens[0], count)
-        pltpu.make_async_copy(everything, everything, refs.append_semaphore).wait()
+        wait(pltpu.make_async_copy(everything, everything, refs.append_semaphore))
 
 
 # ---- Queries and answers.

@@ -69,7 +69,8 @@ def _small_float(byte: jax.Array, *, mantissa_bits: int, bias: int, is_nan: Any)
     value = pltpu.bitcast(rebased, _F32)
     value = jnp.where(magnitude < (1 << mantissa_bits), 2.0 * (value - 2.0**-bias), value)
     value = jnp.where(is_nan(magnitude), jnp.nan, value)
-    return jnp.where(byte < 0, -value, value)
+    signed: jax.Array = jnp.where(byte < 0, -value, value)
+    return signed
 
 
 def row_phases(config: ChunkConfig) -> int:
@@ -93,17 +94,18 @@ def stored_heads(
             clean a NaN, a select does.
     """
     config = refs.config
-    phases = row_phases(config)
+    phases, packing = row_phases(config), int(config.packing)
     period = config.rows_per_token * phases // config.packing  # words
     start = first * config.rows_per_token
     start = start if isinstance(start, int) else pl.multiple_of(start, 16)
     unpacked: dict[tuple[int, int], list[jax.Array]] = {}
 
     def half_row(half: int, row: int) -> jax.Array:
-        word, n = divmod(row, config.packing)
+        word, n = divmod(row, packing)
         if (half, word) not in unpacked:
             block = refs.kv_buffer.at[slot, half, pl.ds(start, count * config.rows_per_token)]
-            if config.packing == 1:
+            words: jax.Array
+            if packing == 1:
                 words = block[pl.ds(word, count, period)]
             else:
                 words = load_words(block, word, count // phases, stride=period, interpret=refs.interpreted)
