@@ -32,8 +32,9 @@ help: ## Lists the targets.
 generate: ## Regenerates proto/attnd/v1/*_pb2.py.
 	$(PYTHON) tools/generate.py
 
-test: $(VENV)/ready ## Runs the tests.
+test: $(VENV)/ready ## Runs the tests, and compiles a few programs for TPUs.
 	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory tpu-compile TPU=--short
 
 check: $(VENV)/ready $(LINKS) ## Checks format, lint, types, generated code and the schema.
 	$(BIN)/ruff format --check .

@@ -27,7 +27,7 @@ from attnd.kernels.quantization import quantize_int8
 from attnd.kernels.tpu_chips import LANES, chip_of
 
 RAGGED_DTYPES: Final = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-SPLIT_DTYPES: Final = ("float32", "bfloat16", "int8")
+SPLIT_DTYPES: Final = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 # A soft cap or a window is a constant of JAX's programs: each new one compiles, so their number is bounded.
 CONSTANTS_MAX: Final = 16
 _BLOCK_TOKENS: Final = 512

@@ -168,22 +168,21 @@ def attend(
     """Calls the kernel with the pool in its form, and heads padded where it leaves that to its caller."""
     spec, config = program.spec, program.config
     given = dict(arguments)
-    rows = [given.pop(name) for name in ("kv_lens", "page_indices")]
+    q, kv_lens, page_indices, num_seqs = (given.pop(name) for name in ("q", "kv_lens", "page_indices", "num_seqs"))
     if isinstance(config, DecodeConfig):
-        q, num_seqs = given.pop("q"), given.pop("num_seqs")
         kv = pool.reshape(config.pool_shape)
-        out, lse, kv = decode(config, q, kv, *rows, num_seqs, **given, interpret=interpret)
+        out, lse, kv = decode(config, q, kv, kv_lens, page_indices, num_seqs, **given, interpret=interpret)
         return out, lse, kv.reshape(pool.shape)
 
     def padded(values: jax.Array) -> jax.Array:
         return padded_heads(spec, values, 1)[..., : spec.head_dim]
 
-    q = given.pop("q").reshape(-1, spec.num_kv_heads, program.num_q_heads // spec.num_kv_heads, spec.head_dim)
+    q = q.reshape(-1, spec.num_kv_heads, program.num_q_heads // spec.num_kv_heads, spec.head_dim)
     q = padded(q).reshape(-1, config.num_q_heads, spec.head_dim)
     if config.append:
         given |= {name: padded(given[name]) for name in ("k", "v")}
-    rows += [given.pop("cu_q_lens"), given.pop("num_seqs")]
-    out, lse, pool = chunk(config, q, pool, *rows, **given, interpret=interpret)
+    cu_q_lens = given.pop("cu_q_lens")
+    out, lse, pool = chunk(config, q, pool, kv_lens, page_indices, cu_q_lens, num_seqs, **given, interpret=interpret)
     return out[:, : program.num_q_heads], None if lse is None else lse[:, : program.num_q_heads], pool
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, Final
 
 from attnd.kernels import pallas_blocks
@@ -18,7 +18,8 @@ from attnd.kernels.errors import UnsupportedError
 from attnd.kernels.pallas_blocks import Features, Tuning
 from attnd.kernels.pallas_plan import LaunchShape
 from attnd.kernels.tpu_chips import CHIPS
-from tools.tpu.compiler import Compiled, Compiler
+from tools.tpu.compiler import Compiler
+from tools.tpu.matrix_jax import difference, jax_differences, sharding_differences
 
 AXES: Final[Mapping[str, Sequence[Any]]] = {
     "heads": ((32, 8), (8, 1), (9, 3), (4, 4), (12, 2), (14, 2), (40, 10), (64, 8), (32, 32)),
@@ -144,13 +145,6 @@ def limits(generation: str) -> Iterator[Case]:
         yield Case(**base, kernel="long", shape=shape)
 
 
-def judge(refusal: str | None, compiled: Compiled) -> str | None:
-    """Returns how analysis and compiler differ; None if they agree."""
-    if refusal is None:
-        return None if compiled.error is None else f"supported, but: {compiled.error.splitlines()[0][:300]}"
-    return None if compiled.error is not None else f"refused ({refusal}), but it compiles"
-
-
 def program_arguments(case: Case, *, refused: bool) -> dict[str, Any]:
     """Returns what the child needs to build a case's program; a refused one is built as if memory had no end."""
     return {
@@ -164,25 +158,34 @@ def program_arguments(case: Case, *, refused: bool) -> dict[str, Any]:
     }
 
 
-def run(cases: Sequence[Case]) -> int:
-    """Compiles the cases, prints what differs, and returns how many do."""
+def run(cases: Sequence[Case], *, others: bool) -> int:
+    """Compiles the cases, prints every verdict, and returns how many differ.
+
+    Args:
+        cases: Programs of our kernels.
+        others: Whether JAX's kernels and sharding are checked, too.
+    """
     differing = 0
     for generation in dict.fromkeys(case.generation for case in cases):
         with Compiler(generation) as compiler:
-            for case in (case for case in cases if case.generation == generation):
-                refusal = case.refusal()
-                started = time.monotonic()
-                compiled = compiler.compile(
-                    "tools.tpu.own:attnd", program_arguments(case, refused=refusal is not None), timeout_s=TIMEOUT_S
-                )
-                difference = judge(refusal, compiled)
-                differing += difference is not None
-                verdict = difference or ("compiles" if refusal is None else f"refused: {refusal}")
-                print(
-                    f"{'FAIL' if difference else 'ok':4} {time.monotonic() - started:5.0f} s  {case.label}: {verdict}",
-                    flush=True,
-                )
+            verdicts = [_verdicts(compiler, [case for case in cases if case.generation == generation])]
+            if others and generation in {"v6e", "v5e"}:
+                verdicts += [jax_differences(compiler), sharding_differences(compiler)]
+            started = time.monotonic()
+            for label, differs in chain(*verdicts):
+                differing += differs is not None
+                seconds, started = time.monotonic() - started, time.monotonic()
+                print(f"{'FAIL' if differs else 'ok':4} {seconds:4.0f} s  {label}: {differs or 'agreed'}", flush=True)
     return differing
+
+
+def _verdicts(compiler: Compiler, cases: Sequence[Case]) -> Iterator[tuple[str, str | None]]:
+    """Yields each case and how analysis and compiler differ; None if they agree."""
+    for case in cases:
+        refusal = case.refusal()
+        arguments = program_arguments(case, refused=refusal is not None)
+        compiled = compiler.compile("tools.tpu.own:attnd", arguments, timeout_s=TIMEOUT_S)
+        yield case.label + (f" ({refusal})" if refusal else ""), difference(refusal, compiled)
 
 
 def main() -> None:
@@ -202,8 +205,8 @@ def main() -> None:
         for case in cases:
             print(f"{case.label}: {case.refusal() or 'supported'}")
         return
-    differing = run(cases)
-    print(f"{len(cases)} programs, {differing} verdicts differ from the compiler's")
+    differing = run(cases, others=not arguments.short)
+    print(f"{differing} verdicts differ from the compiler's")
     sys.exit(1 if differing else 0)
 
 

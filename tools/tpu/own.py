@@ -3,7 +3,10 @@
 from dataclasses import fields, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnd.kernels import pallas_blocks
 from attnd.kernels.contract import CACHE_DTYPES, CacheSpec, Layout
@@ -91,3 +94,46 @@ def attnd(
     make = pallas_blocks.decode_config if launch.is_decode else pallas_blocks.chunk_config
     config = make(cache, num_q_heads, q_dtype, launch, Features(**features), Tuning(chip=chip))
     return Programs(devices[0], interpret=False).lower(Program(spec=cache, num_q_heads=num_q_heads, config=config))
+
+
+def sharded(devices: Any, *, kernel: str, num_devices: int = 4, **changes: Any) -> Any:
+    """A kernel under `shard_map` over kv heads: each device has its heads of q, of the new tokens and of the pool."""
+    shape = LLAMA | {"num_tokens": 1024, "append": True} | changes
+    local = {name: shape[name] // num_devices for name in ("num_q_heads", "num_kv_heads")}
+    config: DecodeConfig | ChunkConfig
+    if kernel == "decode":
+        config = DecodeConfig(
+            **{name: value for name, value in (shape | local).items() if name in _names(DecodeConfig)}
+        )
+    else:
+        config = ChunkConfig(**{name: value for name, value in (shape | local).items() if name in _names(ChunkConfig)})
+    mesh = Mesh(np.array(devices[:num_devices]), ("heads",))
+    whole, heads, pool_heads = PartitionSpec(), PartitionSpec(None, "heads"), PartitionSpec(None, None, "heads")
+    specs = (heads, pool_heads, whole, whole, whole, whole, heads, heads)
+
+    def function(q: Any, kv: Any, lens: Any, table: Any, cu_q_lens: Any, num_seqs: Any, k: Any, v: Any) -> Any:
+        if isinstance(config, DecodeConfig):
+            return decode_kernel(config, q, kv, lens, table, num_seqs, k=k, v=v)[::2]
+        pool = kv.reshape(config.pool_shape)
+        out, _, pool = chunk_kernel(config, q, pool, lens, table, cu_q_lens, num_seqs, k=k, v=v)
+        return out, pool.reshape(kv.shape)
+
+    rows, tokens = config.num_rows, config.num_tokens if isinstance(config, ChunkConfig) else config.num_rows
+    new = array((tokens, shape["num_kv_heads"], shape["head_dim"]), config.kv_dtype)
+    arguments = (
+        array((tokens, shape["num_q_heads"], shape["head_dim"]), config.q_dtype),
+        array((config.num_pages, config.page_size, 2 * shape["num_kv_heads"], shape["head_dim"]), config.kv_dtype),
+        array((rows,), INT32),
+        array((rows, config.pages_per_seq), INT32),
+        array((rows + 1,), INT32),
+        array((1,), INT32),
+        new,
+        new,
+    )
+    placed = tuple(
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(arguments, specs, strict=True)
+    )
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=(heads, pool_heads), check_vma=False)
+        return jax.jit(mapped, donate_argnums=1).trace(*placed).lower(lowering_platforms=("tpu",))

@@ -1,7 +1,8 @@
 """Chooses block sizes by their schedules and writes `kernels/block_sizes.json`: `make tune-blocks`.
 
-Every candidate is compiled and scored: decode by the sum of passes over 64 ragged sequences of 100 to 2,000 tokens,
-prefill by the cycles of a full interior block for each query and token. Shapes that are not here use a safe default.
+Every candidate is compiled and scored: decode by the sum of passes over 64 ragged sequences of 100 to 2,000 tokens and
+over 8 of 16k, prefill by the cycles of a full interior block for each query and token. Shapes that are not here use a
+safe default.
 """
 
 import argparse
@@ -30,12 +31,16 @@ SHAPES: Final[Sequence[Mapping[str, Any]]] = (
 )
 DECODE_TOKENS: Final = (256, 512, 1024, 2048)
 CHUNK_SIZES: Final = ((128, 512), (128, 1024))
+LONG: Final = (16_384,) * 8
 TIMEOUT_S: Final = 600.0
 
 
 def decode_scores(compiler: Compiler, shape: Mapping[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yields cycles for each token of a ragged batch, and the block size."""
-    kv_lens = np.random.default_rng(0).integers(100, 2001, 64).tolist()
+    """Yields the time of two batches over that of their memory traffic, and the block size.
+
+    Below the memory's time, cycles hardly count: a hundredth of them does, to tell sizes apart.
+    """
+    short = np.random.default_rng(0).integers(100, 2001, 64).tolist()
     for block_tokens in DECODE_TOKENS:
         arguments = _arguments(shape) | {"block_tokens": block_tokens}
         try:
@@ -47,7 +52,10 @@ def decode_scores(compiler: Compiler, shape: Mapping[str, Any]) -> Iterator[tupl
         compiled = compiler.compile("tools.tpu.own:decode", arguments, timeout_s=TIMEOUT_S)
         if compiled.error is None:
             costs = PassCosts.of(config, compiled.schedules[0])
-            yield batch_cycles(config, costs, kv_lens) / sum(kv_lens), {"block_tokens": block_tokens}
+            token_bytes = config.rows_per_token * config.lanes * config.kv_itemsize
+            token_cycles = token_bytes / CHIPS[compiler.generation].hbm_bytes_per_cycle
+            times = [batch_cycles(config, costs, kv_lens) / (token_cycles * sum(kv_lens)) for kv_lens in (short, LONG)]
+            yield sum(max(1.0, time) + 0.01 * time for time in times) / len(times), {"block_tokens": block_tokens}
 
 
 def chunk_scores(compiler: Compiler, shape: Mapping[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
