@@ -55,14 +55,15 @@ class Pallas:
     call and replaced by its result.
 
     Args:
+        device: A TPU, of this machine or of a topology to compile for; None for JAX's first device.
         interpret: Runs on the CPU in TPU interpret mode, slowly: to test.
     """
 
-    def __init__(self, *, interpret: bool = False) -> None:
+    def __init__(self, device: jax.Device | None = None, *, interpret: bool = False) -> None:
         self.name = "pallas_interpret" if interpret else "pallas"
         self._missing: str | None = None
         self._tuning = Tuning.for_interpreter()
-        device = jax.devices("cpu" if interpret else None)[0]
+        device = device or jax.devices("cpu" if interpret else None)[0]
         if not interpret:
             chip = chip_of(device.device_kind)
             if chip is not None:

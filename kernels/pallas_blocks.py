@@ -47,12 +47,14 @@ class Tuning:
         decode_columns: Tokens times kv heads of a block of the decode kernel, unless the table knows better.
         chunk_tokens: Tokens of a block of the chunk kernel, unless the table knows better.
         table: Whether to look into the table.
+        limits: Whether what does not fit is refused; off only to ask the compiler the same.
     """
 
     chip: Chip
     decode_columns: int = 4096
     chunk_tokens: int = 512
     table: bool = True
+    limits: bool = True
 
     @classmethod
     def for_interpreter(cls) -> "Tuning":
@@ -122,7 +124,7 @@ def decode_config(
         except ValueError as error:
             refused = refused or str(error)
             continue
-        refused = _too_large(config, tuning.chip)
+        refused = _misfit(config, tuning)
         if not refused:
             return config
     raise UnsupportedError(refused or f"page_size={spec.page_size} fits no block of the decode kernel.")
@@ -153,21 +155,32 @@ def chunk_config(
         except UnsupportedError as error:
             refused = refused or str(error)
             continue
-        refused = _too_large(config, tuning.chip)
+        refused = _misfit(config, tuning)
         if not refused:
             return config
     raise UnsupportedError(refused)
 
 
-def _too_large(config: DecodeConfig | ChunkConfig, chip: Chip) -> str:
+def _misfit(config: DecodeConfig | ChunkConfig, tuning: Tuning) -> str:
     """Returns what does not fit a chip; empty if all does."""
+    chip = tuning.chip
+    if not tuning.limits:
+        return ""
+    if isinstance(config, DecodeConfig) and config.lanes > LANES:
+        if config.kv_dtype == "float32":
+            return f"float32 rows of more than {LANES} lanes cannot be loaded with a stride."
+        rows = config.strip_tokens * config.rows_per_token
+        if rows % config.tile_rows:
+            return (
+                f"a page of {rows} rows (page_size={config.page_size}, k and v of {config.heads} heads) of more than "
+                f"{LANES} lanes must be whole tiles of {config.tile_rows} rows ({config.kv_dtype})."
+            )
     vmem = config.vmem_limit_bytes if isinstance(config, ChunkConfig) else config.vmem_bytes
     limit = chip.vmem_bytes - VMEM_RESERVE_BYTES
     if vmem > limit:
         return (
             f"blocks of {config.block_tokens} tokens with {config.num_q_heads} query heads, {config.num_kv_heads} kv "
-            f"heads (as padded) and head_dim {config.head_dim} need {vmem} bytes of VMEM; "
-            f"{chip.generation} has {limit}."
+            f"heads and head_dim {config.head_dim} need {vmem} bytes of VMEM; {chip.generation} has {limit}."
         )
     limit = chip.smem_bytes - SMEM_RESERVE_BYTES // 2
     if config.smem_bytes > limit:

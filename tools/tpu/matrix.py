@@ -146,7 +146,7 @@ def limits(generation: str) -> Iterator[Case]:
 
 
 def program_arguments(case: Case, *, refused: bool) -> dict[str, Any]:
-    """Returns what the child needs to build a case's program; a refused one is built as if memory had no end."""
+    """Returns what the child needs to build a case's program; a refused one is built all the same."""
     return {
         "spec": asdict(case.spec) | {"layout": str(case.spec.layout), "dtype": case.spec.dtype.name},
         "num_q_heads": case.heads[0],
@@ -154,7 +154,7 @@ def program_arguments(case: Case, *, refused: bool) -> dict[str, Any]:
         "shape": asdict(case.shape or SHAPES[case.kernel]),
         "features": asdict(case.used),
         "generation": case.generation,
-        "unlimited": refused,
+        "limits": not refused,
     }
 
 

@@ -1,6 +1,6 @@
 """Our own kernels as programs to compile, at any shape."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -83,16 +83,14 @@ def attnd(
     shape: dict[str, int],
     features: dict[str, bool],
     generation: str,
-    unlimited: bool = False,
+    limits: bool = True,
 ) -> Any:
     """A program as the server runs it: padding, one of the kernels, the pool donated."""
-    chip = CHIPS[generation]
-    if unlimited:
-        chip = replace(chip, vmem_bytes=1 << 40, smem_bytes=1 << 40)
     cache = CacheSpec(**spec | {"layout": Layout(spec["layout"]), "dtype": CACHE_DTYPES[spec["dtype"]]})
     launch = LaunchShape(**shape)
+    tuning = Tuning(chip=CHIPS[generation], limits=limits)
     make = pallas_blocks.decode_config if launch.is_decode else pallas_blocks.chunk_config
-    config = make(cache, num_q_heads, q_dtype, launch, Features(**features), Tuning(chip=chip))
+    config = make(cache, num_q_heads, q_dtype, launch, Features(**features), tuning)
     return Programs(devices[0], interpret=False).lower(Program(spec=cache, num_q_heads=num_q_heads, config=config))
 
 
