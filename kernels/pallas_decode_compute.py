@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnd.kernels.pallas_decode_config import LANES, SUBLANES, DecodeConfig
+from attnd.kernels.pallas_decode_config import LANES, SUBLANES, Chunk, DecodeConfig
 from attnd.kernels.pallas_words import Ref, high_half, load_words, low_half
 
 LOWEST: Final = float(np.finfo(np.float32).min)
@@ -45,21 +45,28 @@ class Columns:
         # Of the candidates for a folded tile, the one that each lane keeps.
         self.keeps = lane % config.heads * config.group_rows // (SUBLANES * config.fold)
         shape = (config.q_rows, LANES)
-        own = lax.broadcasted_iota(jnp.int32, shape, 0) // config.group_rows == (
-            lax.broadcasted_iota(jnp.int32, shape, 1) % config.heads
-        )
-        self.own = own
-        if config.compute_dtype == "bfloat16":
-            halves = jnp.where(own, jnp.uint32(0xFFFF), jnp.uint32(0)).astype(jnp.uint16)
-            self.own = pltpu.bitcast(halves, jnp.uint32)  # [q_rows / 2, LANES]
+        head = lax.broadcasted_iota(jnp.int32, shape, 0) // config.group_rows
+        self.own = self._cut(head == lax.broadcasted_iota(jnp.int32, shape, 1) % config.heads)
+
+    def _cut(self, own: jax.Array) -> jax.Array:
+        """Returns a mask of rows and columns as `spread` uses it: as words if the weights are of 16 bits."""
+        if self.config.compute_dtype == "float32":
+            return own
+        halves = jnp.where(own, jnp.uint32(0xFFFF), jnp.uint32(0)).astype(jnp.uint16)
+        words: jax.Array = pltpu.bitcast(halves, jnp.uint32)  # [q_rows / 2, LANES]
+        return words
+
+    def own_of(self, chunk: Chunk) -> jax.Array:  # noqa: ARG002 - see HeadColumns
+        """Returns which rows own which columns of a chunk's tiles."""
+        return self.own
 
     def visible(self, tokens: Visible, first: int) -> jax.Array:
         """Returns which lanes of the tile that starts at token `first` count."""
         inside: jax.Array = self.token < tokens.end - first
         return inside if tokens.first is None else inside & (self.token >= tokens.first - first)
 
-    def folded(self, scores: jax.Array, tile: int) -> list[jax.Array]:
-        """Folds the scores of all rows, [q_rows, columns], of one tile of columns."""
+    def folded(self, scores: jax.Array, chunk: Chunk, tile: int) -> list[jax.Array]:  # noqa: ARG002 - see HeadColumns
+        """Folds the scores of all rows, [q_rows, columns], of one tile of a chunk's columns."""
         fold = self.config.fold
         pieces = [
             scores[i * SUBLANES : (i + 1) * SUBLANES, tile * LANES : (tile + 1) * LANES]
@@ -70,12 +77,13 @@ class Columns:
             folded[i % fold] = jnp.where(self.keeps == i // fold, pieces[i], folded[i % fold])
         return folded
 
-    def spread(self, folded: list[jax.Array]) -> jax.Array:
+    def spread(self, folded: list[jax.Array], chunk: Chunk) -> jax.Array:
         """Spreads folded weights out to [q_rows, LANES] of the compute dtype; columns of other kv heads are zero."""
         fold = self.config.fold
+        cut = self.own_of(chunk)
         if self.config.compute_dtype == "float32":
             rows = [folded[i % fold] for i in range(self.config.q_rows // SUBLANES)]
-            return jnp.where(self.own, jnp.concatenate(rows, 0), 0.0)
+            return jnp.where(cut, jnp.concatenate(rows, 0), 0.0)
         pairs: dict[tuple[int, int], jax.Array] = {}
         rows = []
         for i in range(self.config.q_rows // (2 * SUBLANES)):
@@ -83,7 +91,7 @@ class Columns:
             if pair not in pairs:
                 packed = jnp.concatenate([folded[pair[0]], folded[pair[1]]], 0).astype(jnp.bfloat16)
                 pairs[pair] = pltpu.bitcast(packed, jnp.uint32)
-            own = self.own[i * SUBLANES : (i + 1) * SUBLANES]
+            own = cut[i * SUBLANES : (i + 1) * SUBLANES]
             rows.append(pltpu.bitcast(pairs[pair] & own, jnp.bfloat16))
         return jnp.concatenate(rows, 0)
 
@@ -123,29 +131,39 @@ class Blocks:
     ref: Ref
     interpret: bool
 
-    def keys(self, slot: Any, chunk: int) -> jax.Array:
+    def keys(self, slot: Any, chunk: Chunk) -> jax.Array:
         """Returns the keys of a chunk, [chunk_tokens * heads, lanes], in the compute dtype."""
         if self.config.kv_dtype == "float32":
             return self._every_other(slot, chunk, 0)
         return low_half(self._words(slot, chunk), jnp.bfloat16)
 
-    def values(self, slot: Any, chunk: int) -> jax.Array:
+    def values(self, slot: Any, chunk: Chunk) -> jax.Array:
         """Returns the values of a chunk, [chunk_tokens * heads, lanes], in the compute dtype."""
         if self.config.kv_dtype == "float32":
             return self._every_other(slot, chunk, 1)
         return high_half(self._words(slot, chunk), jnp.bfloat16)
 
-    def _every_other(self, slot: Any, chunk: int, first: int) -> jax.Array:
+    def scaled_score(self, score: jax.Array, slot: Any, chunk: Chunk, token: int) -> jax.Array:  # noqa: ARG002
+        """Returns a tile of scores times the scales of its keys; here there are none."""
+        return score
+
+    def scaled_weight(
+        self, weight: jax.Array, slot: Any, chunk: Chunk, token: int, counts: jax.Array | None  # noqa: ARG002
+    ) -> jax.Array:  # fmt: skip
+        """Returns a tile of weights times the scales of its values; here there are none."""
+        return weight
+
+    def _every_other(self, slot: Any, chunk: Chunk, first: int) -> jax.Array:
         columns = self.config.chunk_tokens * self.config.heads
-        rows: jax.Array = self.ref.at[slot][pl.ds(2 * chunk * columns + first, columns, 2), :]
+        rows: jax.Array = self.ref.at[slot][pl.ds(2 * chunk.number * columns + first, columns, 2), :]
         return rows
 
-    def _words(self, slot: Any, chunk: int) -> jax.Array:
+    def _words(self, slot: Any, chunk: Chunk) -> jax.Array:
         """Returns (k, v) pairs of bfloat16 as words."""
         columns = self.config.chunk_tokens * self.config.heads
         if self.config.kv_dtype == "bfloat16":
-            return load_words(self.ref.at[slot], chunk * columns, columns, interpret=self.interpret)
-        rows = self.ref[slot, pl.ds(2 * chunk * columns, 2 * columns)]
+            return load_words(self.ref.at[slot], chunk.number * columns, columns, interpret=self.interpret)
+        rows = self.ref[slot, pl.ds(2 * chunk.number * columns, 2 * columns)]
         if self.config.kv_dtype == "int8":
             rows = rows.astype(jnp.float32)
         words: jax.Array = pltpu.bitcast(rows.astype(jnp.bfloat16), jnp.uint32)

@@ -1,8 +1,9 @@
 """What selects a decode program: shapes, dtypes, block size, features; and what follows from them."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax.numpy as jnp
 
@@ -13,6 +14,24 @@ Q_DTYPES: Final = ("float32", "bfloat16")
 KV_DTYPES: Final = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 # Room for what the compiler itself keeps in VMEM: spilled registers and operands of matrix products.
 VMEM_RESERVE_BYTES: Final = 4 << 20
+
+
+class Chunk(NamedTuple):
+    """The columns of one matrix product.
+
+    Attributes:
+        number: Number of the chunk in its block.
+        head: KV head of the columns; 0 if they are of all heads.
+        token: First token.
+        tile: Number of its first tile of scores.
+        state: Number of the first state that its scores belong to.
+    """
+
+    number: int
+    head: int
+    token: int
+    tile: int
+    state: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +78,9 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         if self.block_tokens == 0:
-            object.__setattr__(self, "block_tokens", default_block_tokens(self.heads, self.page_size))
+            object.__setattr__(
+                self, "block_tokens", default_block_tokens(self.chunk_tokens, self.heads, self.page_size)
+            )
         for broken, text in (
             (self.num_q_heads % self.num_kv_heads != 0, "num_q_heads must be a multiple of num_kv_heads."),
             (self.num_kv_heads > LANES, f"num_kv_heads must be at most {LANES}."),
@@ -103,10 +124,9 @@ class DecodeConfig:
 
     @property
     def group_rows(self) -> int:
-        """`group_size`, padded."""
-        fill = -(-2 * SUBLANES // self.heads)  # all heads together fill a packed tile
-        rows = max(self.group_size, fill)
-        return 1 << (rows - 1).bit_length() if rows <= SUBLANES else -(-rows // SUBLANES) * SUBLANES
+        """`group_size`, padded to a power of two or whole tiles, so that all heads together fill packed tiles."""
+        sizes = itertools.chain((1, 2, 4), itertools.count(SUBLANES, SUBLANES))
+        return next(n for n in sizes if n >= self.group_size and self.heads * n % (2 * SUBLANES) == 0)
 
     @property
     def q_rows(self) -> int:
@@ -117,6 +137,11 @@ class DecodeConfig:
     def fold(self) -> int:
         """Tiles of 8 rows that hold the scores of one column: those of the query heads of the column's kv head."""
         return max(1, self.group_rows // SUBLANES)
+
+    @property
+    def states(self) -> int:
+        """Tiles of softmax state."""
+        return self.fold
 
     # Tokens.
 
@@ -199,9 +224,21 @@ class DecodeConfig:
         return self.q_dtype == "float32" and self.compute_dtype == "bfloat16"
 
     @property
+    def chunk_tiles(self) -> int:
+        """Tiles of scores of a chunk."""
+        return self.chunk_tokens // self.tile_tokens * self.fold
+
+    @property
     def score_tiles(self) -> int:
         """Tiles of scores of a block."""
-        return self.block_tokens // self.tile_tokens * self.fold
+        return len(self.chunks(self.block_tokens)) * self.chunk_tiles
+
+    def chunks(self, tokens: int) -> list[Chunk]:
+        """Returns the chunks of a block of `tokens` tokens, a multiple of `chunk_tokens`."""
+        return [
+            Chunk(number=i, head=0, token=i * self.chunk_tokens, tile=i * self.chunk_tiles, state=0)
+            for i in range(tokens // self.chunk_tokens)
+        ]
 
     @property
     def vmem_bytes(self) -> int:
@@ -209,13 +246,17 @@ class DecodeConfig:
         lanes = self.lanes
         tile = SUBLANES * LANES * 4
         row = 2 * self.q_rows * lanes * int(jnp.dtype(self.q_dtype).itemsize)  # q and out
-        row += self.return_lse * self.fold * tile
+        row += self.return_lse * self.states * tile
         aligned = self.aligned_tokens * self.rows_per_token * lanes * self.kv_itemsize
         row += self.append * aligned
-        buffers = NUM_BUFFERS * self.block_tokens * self.rows_per_token * lanes * self.kv_itemsize
-        buffers += NUM_BUFFERS * self.append * aligned
-        state = (2 * self.score_tiles + 3 * self.fold) * tile + self.q_rows * lanes * 4
+        buffers = self.buffer_bytes + NUM_BUFFERS * self.append * aligned
+        state = (2 * self.score_tiles + 3 * self.states) * tile + self.q_rows * lanes * 4
         return self.num_rows * row + buffers + state + VMEM_RESERVE_BYTES
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers of pages."""
+        return NUM_BUFFERS * self.block_tokens * self.rows_per_token * self.lanes * self.kv_itemsize
 
     @property
     def smem_bytes(self) -> int:
@@ -223,11 +264,10 @@ class DecodeConfig:
         return 4 * (self.num_rows * self.pages_per_seq + self.num_rows) + 1024
 
 
-def default_block_tokens(num_kv_heads: int, page_size: int) -> int:
-    """Returns a block size that is safe for a shape: 512 tokens of 8 kv heads, adapted to the page."""
-    chunk = max(LANES // num_kv_heads, min(LANES, 8 * LANES // num_kv_heads))
-    unit = math.lcm(chunk, page_size)
-    wanted = max(chunk, min(4096, 512 * 8 // num_kv_heads))
+def default_block_tokens(chunk_tokens: int, heads: int, page_size: int) -> int:
+    """Returns a block size that is safe for a shape: 512 tokens of 8 kv heads, adapted to chunk and page."""
+    unit = math.lcm(chunk_tokens, page_size)
+    wanted = max(chunk_tokens, min(4096, 512 * 8 // heads) // chunk_tokens * chunk_tokens)
     if page_size % wanted == 0:
         return wanted
     return max(unit, wanted // unit * unit)

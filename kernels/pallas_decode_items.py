@@ -165,16 +165,21 @@ class Copies:
 
         @pl.when((tokens > 0) & (tokens < config.block_tokens))
         def _() -> None:
-            whole = tokens // config.strip_tokens
-            rest = tokens - whole * config.strip_tokens
+            self.fetch_part(item, slot)
 
-            @pl.loop(0, whole)
-            def _(i: Scalar) -> None:
-                self.fetch_strip(item, slot, i, config.strip_tokens)
+    def fetch_part(self, item: Item, slot: Any) -> None:
+        """Starts the copies of a block that is not full."""
+        strip_tokens = self.items.config.strip_tokens
+        whole = item.tokens // strip_tokens
+        rest = item.tokens - whole * strip_tokens
 
-            @pl.when(rest > 0)
-            def _() -> None:
-                self.fetch_strip(item, slot, whole, self._copied(rest))
+        @pl.loop(0, whole)
+        def _(i: Scalar) -> None:
+            self.fetch_strip(item, slot, i, strip_tokens)
+
+        @pl.when(rest > 0)
+        def _() -> None:
+            self.fetch_strip(item, slot, whole, self._copied(rest))
 
     def wait_full(self, slot: Any) -> None:
         """Waits for the copies of a full block."""
@@ -247,26 +252,32 @@ class Copies:
 
     def clear(self, item: Item, slot: Any, end: int) -> None:
         """Zeroes the rows of a block that do not count and lie before token `end`: what they hold may be NaN."""
+        for rows in self._cleared(slot):
+            self._clear_rows(rows, item, end)
+
+    def _cleared(self, slot: Any) -> list[Ref]:
+        """Returns the refs [block_tokens * rows_per_token, lanes] of which `clear` zeroes rows."""
+        return [self.blocks.at[slot]]
+
+    def _clear_rows(self, block: Ref, item: Item, end: int) -> None:
         config = self.items.config
-        skipped, tokens = item.skipped, item.tokens
         unit = config.cleared_tokens
 
         def keep(group: Any) -> None:
             rows = self._rows(group * unit, unit)
-            inside = token_bits(config, unit, skipped - group * unit, tokens - group * unit)
-            self.blocks[slot, rows] = select_bits(inside, self.blocks[slot, rows], None)
+            inside = token_bits(config, unit, item.skipped - group * unit, item.tokens - group * unit)
+            block[rows] = select_bits(inside, block[rows], None)
 
         if self.items.window is not None:
-            pl.loop(0, (skipped + (unit - 1)) // unit)(keep)
+            pl.loop(0, (item.skipped + (unit - 1)) // unit)(keep)
 
-        @pl.when(tokens % unit > 0)
+        @pl.when(item.tokens % unit > 0)
         def _() -> None:
-            keep(tokens // unit)
+            keep(item.tokens // unit)
 
-        @pl.loop((tokens + (unit - 1)) // unit, end // unit)
+        @pl.loop((item.tokens + (unit - 1)) // unit, end // unit)
         def _(group: Scalar) -> None:
-            shape = (unit * config.rows_per_token, config.lanes)
-            self.blocks[slot, self._rows(group * unit, unit)] = jnp.zeros(shape, self.blocks.dtype)
+            block[self._rows(group * unit, unit)] = jnp.zeros((unit * config.rows_per_token, config.lanes), block.dtype)
 
 
 def token_bits(config: DecodeConfig, tokens: int, first: Any, end: Any) -> jax.Array:
