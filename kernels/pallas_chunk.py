@@ -3,7 +3,7 @@
 A tile is up to `query_block` queries of one sequence with all their heads. The kernel walks the tiles in order, and
 the kv blocks of a tile from the last to the first: those that need a mask in edge steps, the others on the fast path
 (see `pallas_chunk_compute`). While a block is worked on, the next block's pages arrive in the other buffer, be it of
-this tile or the next; queries arrive a tile ahead, answers leave behind.
+this tile or the next; queries arrive a tile ahead, and answers leave while the next tile is worked on.
 """
 
 import functools

@@ -15,7 +15,7 @@ SUBLANES: Final = 8
 # Columns of a matrix product: the width of the largest matrix unit.
 _COLUMNS_MAX: Final = 256
 # Room for what the compiler keeps beside our buffers: spilled registers and values in flight.
-_VMEM_HEADROOM_BYTES: Final = 16 << 20
+_VMEM_HEADROOM_BYTES: Final = 2 << 20
 KV_DTYPES: Final[Mapping[str, np.dtype]] = {
     np.dtype(dtype).name: np.dtype(dtype)
     for dtype in (np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8)
@@ -182,8 +182,17 @@ class ChunkConfig:
 
     @property
     def row_tile(self) -> int:
-        """Rows that copies of the cache must be whole multiples of."""
+        """Rows that a copy from the cache must be a whole multiple of."""
         return SUBLANES
+
+    @property
+    def append_row_tile(self) -> int:
+        """Rows that a copy into the middle of a page must be a whole multiple of: whole tiles of memory.
+
+        Pages of 128 lanes are contiguous, whatever their tiles; in wider ones the tiles of 8 bits are four times as
+        tall.
+        """
+        return SUBLANES * self.packing if self.lanes > LANES and self.packing == 4 else SUBLANES
 
     @property
     def rows_per_token(self) -> int:
@@ -196,7 +205,7 @@ class ChunkConfig:
 
         Elsewhere a plain scatter does, ahead of the kernel and in place.
         """
-        return self.append and self.rows_per_token % self.row_tile == 0
+        return self.append and self.rows_per_token % self.append_row_tile == 0
 
     @property
     def pool_shape(self) -> tuple[int, int, int]:

@@ -250,6 +250,18 @@ def test_refuses_what_it_cannot_serve() -> None:
             ChunkConfig(**{**good, **wrong})
 
 
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "kv_dtype", "in_kernel"),
+    [
+        (8, 128, "bfloat16", True), (4, 128, "int8", True), (2, 128, "bfloat16", False), (3, 128, "float32", False),
+        (4, 256, "bfloat16", True), (4, 256, "int8", False), (16, 256, "int8", True),
+    ],
+)  # fmt: skip
+def test_the_kernel_appends_whole_tiles_only(num_kv_heads: int, head_dim: int, kv_dtype: str, in_kernel: bool) -> None:
+    shape = Shape(num_q_heads=num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
+    assert shape.config().append_in_kernel == in_kernel
+
+
 def test_knows_its_memory() -> None:
     config = MAIN.config()
     assert config.vmem_bytes == sum(
