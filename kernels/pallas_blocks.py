@@ -16,6 +16,7 @@ from attnd.kernels.contract import CacheSpec
 from attnd.kernels.errors import UnsupportedError
 from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_decode_config import DecodeConfig
+from attnd.kernels.pallas_decode_split_parts import SplitDecodeConfig
 from attnd.kernels.pallas_plan import LaunchShape
 from attnd.kernels.pallas_pool import PoolShape
 from attnd.kernels.tpu_chips import CHIPS, LANES, Chip
@@ -69,10 +70,15 @@ class Tuning:
 
 def unsupported(spec: CacheSpec, tuning: Tuning) -> str | None:
     """Returns why our kernels cannot serve a cache, even with one query head for each kv head; None if they can."""
-    if spec.quantized_per_token:
-        return "dtype=int8 in layout split (a scale for each token and head) is not served by these kernels."
     if spec.dtype.name not in KV_DTYPES:
         return f"dtype={spec.dtype.name} must be one of {', '.join(KV_DTYPES)}."
+    if spec.quantized_per_token:
+        rows = LaunchShape(query_block=1, num_tokens=8, num_rows=8, pages_per_seq=64)
+        try:
+            decode_config(spec, spec.num_kv_heads, "bfloat16", rows, Features(append=False, return_lse=True), tuning)
+        except UnsupportedError as error:
+            return str(error)
+        return None
     shape = LaunchShape(query_block=32, num_tokens=256, num_rows=1, pages_per_seq=64)
     features = Features(append=chunk_appends(spec, tuning), return_lse=True)
     try:
@@ -85,8 +91,9 @@ def unsupported(spec: CacheSpec, tuning: Tuning) -> str | None:
 def serves_decode(spec: CacheSpec, num_q_heads: int, tuning: Tuning) -> bool:
     """Returns whether the decode kernel serves a cache; if not, the chunk kernel does."""
     shape = LaunchShape(query_block=1, num_tokens=8, num_rows=8, pages_per_seq=64)
+    features = Features(append=not spec.quantized_per_token, return_lse=True)
     try:
-        decode_config(spec, num_q_heads, "bfloat16", shape, Features(append=True, return_lse=True), tuning)
+        decode_config(spec, num_q_heads, "bfloat16", shape, features, tuning)
     except UnsupportedError:
         return False
     return True
@@ -117,10 +124,17 @@ def decode_config(
         "kv_dtype": spec.dtype.name, "append": features.append, "windowed": features.windowed,
         "capped": features.capped, "return_lse": features.return_lse,
     }  # fmt: skip
+    split = spec.quantized_per_token
+    if split and features.windowed:
+        raise UnsupportedError("int8 pages of layout split take no sliding window.")
     refused = ""
     for block_tokens in _decode_blocks(spec, pool, tuning):
         try:
-            config = DecodeConfig(**fixed, block_tokens=block_tokens)  # type: ignore[arg-type]
+            config: DecodeConfig
+            if split:
+                config = SplitDecodeConfig(**fixed, block_tokens=block_tokens, scaled=True)  # type: ignore[arg-type]
+            else:
+                config = DecodeConfig(**fixed, block_tokens=block_tokens)  # type: ignore[arg-type]
         except ValueError as error:
             refused = refused or str(error)
             continue
@@ -194,9 +208,12 @@ def _misfit(config: DecodeConfig | ChunkConfig, tuning: Tuning) -> str:
 def _decode_blocks(spec: CacheSpec, pool: PoolShape, tuning: Tuning) -> Iterator[int]:
     """Yields block sizes of the decode kernel to try: the table's, then ever smaller ones."""
     tuned = _tuned(tuning.chip.generation).get(_key("decode", spec)) if tuning.table else None
-    if tuned is not None:
+    if tuned is not None and not spec.quantized_per_token:
         yield int(tuned["block_tokens"])
     # A block is whole products: of 128 tokens, or fewer if many heads share one.
+    if spec.quantized_per_token:
+        yield from _blocks(spec.page_size, max(LANES, tuning.decode_columns // spec.num_kv_heads), LANES)
+        return
     unit = max(128 // pool.num_kv_heads, min(128, 1024 // pool.num_kv_heads))
     wanted = max(unit, min(4096, tuning.decode_columns // pool.num_kv_heads))
     yield from _blocks(spec.page_size, wanted, unit)

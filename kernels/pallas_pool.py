@@ -104,7 +104,7 @@ class PageMover:
             padding = [(0, len(indices) - values.shape[axis] if i == axis else 0) for i in range(values.ndim)]
             pages.pools[layer] = self._write(pages.spec, pages.pools[layer], indices, np.pad(values, padding))
 
-        _in_buckets(page_indices, pages.spec.num_pages, PAGE_BUCKETS, write)
+        in_buckets(page_indices, pages.spec.num_pages, PAGE_BUCKETS, write)
 
     def read(self, pages: PallasPages, layer: int, page_indices: Int32[np.ndarray, " n"]) -> Shaped[np.ndarray, "..."]:
         """Returns copies of whole pages of a layer, as `spec.pages_shape` has them."""
@@ -116,7 +116,7 @@ class PageMover:
             target = values[(slice(None),) * axis + (part,)]
             target[...] = np.take(read, np.arange(target.shape[axis]), axis)
 
-        _in_buckets(page_indices, 0, PAGE_BUCKETS, read)
+        in_buckets(page_indices, 0, PAGE_BUCKETS, read)
         return values
 
     def clear(self, pages: PallasPages, page_indices: Int32[np.ndarray, " n"]) -> None:
@@ -126,7 +126,7 @@ class PageMover:
             def clear(indices: np.ndarray, _: slice, layer: int = layer) -> None:
                 pages.pools[layer] = self._clear(pages.pools[layer], indices)
 
-            _in_buckets(page_indices, pages.spec.num_pages, PAGE_BUCKETS, clear)
+            in_buckets(page_indices, pages.spec.num_pages, PAGE_BUCKETS, clear)
 
     def append(
         self,
@@ -147,7 +147,7 @@ class PageMover:
             values = np.pad(kv[part], padding)
             pages.pools[layer] = self._append(pages.spec, pages.pools[layer], indices, offsets, values)
 
-        _in_buckets(page, pages.spec.num_pages, TOKEN_BUCKETS, append)
+        in_buckets(page, pages.spec.num_pages, TOKEN_BUCKETS, append)
 
 
 def padded_heads(spec: CacheSpec, values: jax.Array, axis: int) -> jax.Array:
@@ -159,10 +159,13 @@ def padded_heads(spec: CacheSpec, values: jax.Array, axis: int) -> jax.Array:
     return jnp.pad(values, padding)
 
 
-def _in_buckets(
+def in_buckets(
     page_indices: np.ndarray, filler: int, buckets: tuple[int, ...], act: Callable[[np.ndarray, slice], None]
 ) -> None:
-    """Acts on pages by groups whose sizes are buckets; a filler makes the last group whole."""
+    """Acts on pages by groups whose sizes are buckets; a filler makes the last group whole.
+
+    `act` takes the page ids of a group, filled up, and which of `page_indices` they are.
+    """
     start = 0
     while start < len(page_indices):
         left = len(page_indices) - start

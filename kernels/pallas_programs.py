@@ -18,6 +18,8 @@ from attnd.kernels.pallas_chunk import chunk
 from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_decode import decode
 from attnd.kernels.pallas_decode_config import DecodeConfig
+from attnd.kernels.pallas_decode_split import decode_split
+from attnd.kernels.pallas_decode_split_parts import SplitDecodeConfig
 from attnd.kernels.pallas_plan import Launch
 from attnd.kernels.pallas_pool import PoolShape, padded_heads
 
@@ -78,7 +80,7 @@ class Programs:
             return attend(program, pool, arguments, interpret=self._interpret)
 
         with jax.set_mesh(mesh):
-            traced = jax.jit(run, donate_argnums=0).trace(*arguments)
+            traced = jax.jit(run, donate_argnums=_donated(program.config)).trace(*arguments)
             lowered: jax.stages.Lowered = traced.lower(lowering_platforms=(self._platform,))
             return lowered
 
@@ -86,16 +88,21 @@ class Programs:
         """Returns arrays on the device."""
         return jax.device_put(values, self._device)
 
-    def run(self, program: Program, pool: jax.Array, arguments: Mapping[str, Any]) -> tuple[Any, Any, jax.Array]:
+    def run(self, program: Program, pool: Any, arguments: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         """Runs a compiled program; returns output, log-sum-exp and the pool, which may still be on their way."""
         compiled = self._compiled[program]
         if not self._interpret:
-            results: tuple[Any, Any, jax.Array] = compiled(pool, arguments)
+            results: tuple[Any, Any, Any] = compiled(pool, arguments)
             return results
         with INTERPRETER:
             results = compiled(pool, arguments)
             jax.block_until_ready(results)  # type: ignore[no-untyped-call]
             return results
+
+
+def _donated(config: DecodeConfig | ChunkConfig) -> tuple[int, ...]:
+    """Returns which arguments a program takes over: the pool, unless it only reads it."""
+    return () if isinstance(config, SplitDecodeConfig) else (0,)
 
 
 def features_of(options: AttentionOptions, *, append: bool) -> Features:
@@ -108,7 +115,7 @@ def features_of(options: AttentionOptions, *, append: bool) -> Features:
     )
 
 
-def argument_shapes(program: Program) -> tuple[jax.ShapeDtypeStruct, dict[str, Any]]:
+def argument_shapes(program: Program) -> tuple[Any, dict[str, Any]]:
     """Returns the shapes of the pool and of the other arguments."""
     spec, config = program.spec, program.config
     pool = PoolShape.of(spec)
@@ -128,6 +135,9 @@ def argument_shapes(program: Program) -> tuple[jax.ShapeDtypeStruct, dict[str, A
     if config.append:
         shapes["k"] = shapes["v"] = ((program.num_tokens, spec.num_kv_heads, spec.head_dim), spec.dtype)
     arguments = {name: _array(*shape) for name, shape in shapes.items()}
+    if isinstance(config, SplitDecodeConfig):
+        weights, scales = _array(config.pool_shape, pool.dtype), _array(config.scales_shape, "float32")
+        return (weights, weights, scales, scales), arguments
     return _array(pool.array_shape, pool.dtype), arguments
 
 
@@ -163,12 +173,25 @@ def arguments_of(
 
 
 def attend(
-    program: Program, pool: jax.Array, arguments: Mapping[str, Any], *, interpret: Any
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Calls the kernel with the pool in its form, and heads padded where it leaves that to its caller."""
+    program: Program, pool: Any, arguments: Mapping[str, Any], *, interpret: Any
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """Calls the kernel with the pool in its form, and heads padded where it leaves that to its caller.
+
+    Returns:
+        Output, log-sum-exp, and the pool; None for a pool that is only read.
+    """
     spec, config = program.spec, program.config
     given = dict(arguments)
     q, kv_lens, page_indices, num_seqs = (given.pop(name) for name in ("q", "kv_lens", "page_indices", "num_seqs"))
+    if isinstance(config, SplitDecodeConfig):
+        keys, values, k_scales, v_scales = pool
+        # A row past the batch is empty: its length is 0.
+        out, lse = decode_split(
+            config, q, keys, values, kv_lens, page_indices, k_scales=k_scales, v_scales=v_scales,
+            sm_scale=given["sm_scale"] * given["k_scale"], attn_logits_soft_cap=given.get("soft_cap"),
+            interpret=interpret,
+        )  # fmt: skip
+        return (out * given["v_scale"]).astype(out.dtype), lse, None
     if isinstance(config, DecodeConfig):
         kv = pool.reshape(config.pool_shape)
         out, lse, kv = decode(config, q, kv, kv_lens, page_indices, num_seqs, **given, interpret=interpret)

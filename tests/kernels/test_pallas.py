@@ -12,6 +12,7 @@ from attnd.kernels.errors import UnsupportedError
 from attnd.kernels.pallas import Pallas
 from attnd.kernels.pallas_blocks import Features, Tuning
 from attnd.kernels.pallas_plan import LONG_TOKEN_BUCKETS, LaunchShape, launch_shapes, plan, reads_what_another_writes
+from attnd.kernels.quantization import quantize_int8
 from attnd.kernels.tpu_chips import CHIPS
 from tests.support.calls import int32
 from tests.support.cases import BY_NAME, Case
@@ -77,6 +78,31 @@ def test_written_pages_read_back_bit_for_bit_and_clear_to_zero(implementation, n
     assert implementation.read(pages, 1, some[1:])[0].tobytes() == inputs.pages.take(some[1:], axis).tobytes()
 
 
+def test_quantized_pages_are_as_exact_as_bfloat16_products(implementation):
+    inputs = BY_NAME["int8 split"].build()
+    attended, pages = run(implementation, inputs)
+    expected, lse = dense_attention(inputs)
+    tokens = inputs.batch.num_tokens
+    np.testing.assert_allclose(attended.out[:tokens], expected, atol=8e-3)
+    np.testing.assert_allclose(attended.lse_natural[:tokens], lse, atol=8e-3)
+    assert not np.any(attended.out[tokens:])
+    every_page = np.arange(inputs.spec.num_pages, dtype=np.int32)
+    weights, scales = implementation.read(pages, inputs.layer, every_page)
+    for which, new in enumerate((inputs.k, inputs.v)):
+        new_weights, new_scales = quantize_int8(new[:tokens])
+        page, slot = inputs.batch.token_slots(inputs.case.page_size)
+        np.testing.assert_array_equal(weights[which][:, page, slot].swapaxes(0, 1), new_weights)
+        np.testing.assert_array_equal(scales[which][:, page, slot].swapaxes(0, 1), new_scales)
+    implementation.clear(pages, every_page)
+    assert not any(np.any(array) for array in implementation.read(pages, inputs.layer, every_page))
+
+
+def test_window_over_quantized_pages_is_refused_and_writes_nothing(implementation):
+    inputs = BY_NAME["int8 split"].build()
+    with pytest.raises(UnsupportedError, match="no sliding window"):
+        run(implementation, inputs, replace(inputs.options, sliding_window=4))
+
+
 def test_new_scalars_and_lengths_compile_nothing(implementation):
     inputs = BY_NAME["page boundaries"].build()
     run(implementation, inputs)
@@ -129,7 +155,6 @@ def test_too_large_a_page_table_is_refused_before_anything_compiles(implementati
     ("changes", "reason"),
     [
         ({"dtype": CACHE_DTYPES["float16"]}, "dtype=float16 must be one of float32"),
-        ({"dtype": CACHE_DTYPES["int8"], "layout": Layout.SPLIT}, "a scale for each token and head"),
         ({"num_kv_heads": 128, "head_dim": 4096}, "bytes of VMEM; v6e has"),
     ],
 )
@@ -146,12 +171,13 @@ def test_common_caches_are_served_everywhere(generation):
 
 def test_blocks_shrink_until_they_fit():
     shape = LaunchShape(query_block=128, num_tokens=512, num_rows=8, pages_per_seq=64)
-    cache = spec(num_kv_heads=32, head_dim=256)
+    cache = spec(num_kv_heads=8)
     roomy, tight = (
         pallas_blocks.chunk_config(cache, 32, "bfloat16", shape, Features(append=True), Tuning(chip=CHIPS[generation]))
-        for generation in ("v6e", "tpu7x")
+        for generation in ("v6e", "v4")
     )
-    assert tight.vmem_limit_bytes <= CHIPS["tpu7x"].vmem_bytes < roomy.vmem_limit_bytes
+    assert tight.vmem_limit_bytes <= CHIPS["v4"].vmem_bytes < roomy.vmem_limit_bytes
+    assert tight.query_block * tight.block_tokens < roomy.query_block * roomy.block_tokens
 
 
 # Plans.
