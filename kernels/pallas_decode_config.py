@@ -97,8 +97,14 @@ class DecodeConfig:
 
     @property
     def heads(self) -> int:
-        """KV heads that a token of the pool has: a power of two, so that tokens and tiles of scores coincide."""
-        return 1 << (self.num_kv_heads - 1).bit_length()
+        """KV heads that a token of the pool has: a power of two, so that tokens and tiles of scores coincide.
+
+        They are also as many as make a page whole tiles: a copy may not start inside one.
+        """
+        heads = 1 << (self.num_kv_heads - 1).bit_length()
+        while self.page_size * 2 * heads % self.tile_rows:
+            heads *= 2
+        return heads
 
     @property
     def lanes(self) -> int:
@@ -157,12 +163,15 @@ class DecodeConfig:
 
     @property
     def pass_tokens(self) -> tuple[int, ...]:
-        """Sizes for which a pass is compiled; an item runs in the smallest that holds it."""
-        sizes = {self.block_tokens}
-        size = self.chunk_tokens
-        while size < self.block_tokens:
-            sizes.add(size)
-            size *= 2
+        """Sizes for which a pass is compiled; an item runs in the smallest that holds it.
+
+        Beside powers of two, three quarters of a block: the last two blocks of a row have at least half of it each.
+        """
+        doubled = (self.chunk_tokens << i for i in range(self.block_tokens.bit_length()))
+        sizes = {self.block_tokens, *(size for size in doubled if size < self.block_tokens)}
+        three_quarters = self.block_tokens * 3 // 4
+        if three_quarters % self.chunk_tokens == 0:
+            sizes.add(three_quarters)
         return tuple(sorted(sizes))
 
     @property

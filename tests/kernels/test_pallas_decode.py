@@ -20,6 +20,7 @@ from attnd.kernels.pallas_decode_config import DecodeConfig
 from attnd.kernels.pallas_decode_items import Copies, Item, Items
 from attnd.kernels.pallas_words import Ref
 from attnd.kernels.reference import Reference
+from tests.support.interpreting import jit_quickly
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,7 @@ def faults(case: Case, mode: str) -> list[str]:
     def run(*arrays: jax.Array, **scalars: jax.Array) -> tuple[jax.Array, ...]:
         return decode(call.config, *arrays, **scalars, interpret=params)
 
-    # Most of a test's time is compilation.
-    fast = jax.jit(
-        run, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    )
-    out, lse, pool = (np.asarray(x) for x in fast(*call.arrays, **call.scalars))
+    out, lse, pool = (np.asarray(x) for x in jit_quickly(run)(*call.arrays, **call.scalars))
     found = []
     if not np.allclose(out.astype(np.float64), call.out, rtol=0, atol=case.tolerance):
         found.append(f"out differs by {np.abs(out.astype(np.float64) - call.out).max()}")
@@ -162,15 +159,13 @@ FULL = Case((700,), page_size=128)
 CASES = {
     "ragged": RAGGED,
     "full_blocks": FULL,
-    "nothing_appended": replace(RAGGED, append=False, rows=8),
+    "nothing_appended_and_float32_queries": replace(RAGGED, append=False, rows=8, q_dtype="float32", sm_scale=1.0),
     "empty_batch": Case((), rows=2),
-    "empty_rows_first_and_last": Case((0, 17, 0), heads=(12, 1), head_dim=64),
+    "empty_rows_first_and_last": Case((0, 17, 0), heads=(12, 1), head_dim=64, sliding_window=1),
     "window_cap_and_scales": replace(RAGGED, sliding_window=100, soft_cap=3.0, k_scale=2.0, v_scale=3.0, page_size=8),
-    "window_of_one": replace(RAGGED, sliding_window=1),
     "window_past_many_full_blocks": Case((900, 40), sliding_window=650),
     "page_larger_than_a_block": Case((300, 257), page_size=256, sliding_window=280, sm_scale=0.0),
     "float32": Case((300, 40), q_dtype="float32", kv_dtype="float32", sliding_window=150, soft_cap=5.0),
-    "float32_queries": Case((150, 40), q_dtype="float32", sm_scale=1.0),
     "bfloat16_queries_of_five_heads": Case((150, 40), heads=(5, 5), head_dim=192, kv_dtype="float32"),
     "float8_e4m3fn": Case((150, 40), kv_dtype="float8_e4m3fn", k_scale=0.5, v_scale=2.0),
     "float8_e5m2_of_one_head": Case((150, 40), heads=(3, 1), kv_dtype="float8_e5m2", page_size=8),
@@ -178,7 +173,7 @@ CASES = {
     "sixteen_heads_of_256": Case((150, 40, 300), heads=(16, 16), head_dim=256, block_tokens=64),
     "huge_scale": Case((300, 40), q_dtype="float32", kv_dtype="float32", sm_scale=1e30, q_factor=1e3),
 }
-EAGER = ("ragged", "window_cap_and_scales", "float8_e5m2_of_one_head")
+EAGER = ("ragged", "window_cap_and_scales")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -189,6 +184,35 @@ def test_equals_float64(name: str) -> None:
 @pytest.mark.parametrize("name", EAGER)
 def test_equals_float64_when_copies_run_at_once(name: str) -> None:
     assert faults(CASES[name], "eager") == []
+
+
+def items_of(kv_len: int, window: int | None) -> list[Item]:
+    config = DecodeConfig(
+        num_rows=1, num_q_heads=8, num_kv_heads=8, head_dim=128, page_size=16, num_pages=1, pages_per_seq=1024,
+        q_dtype="bfloat16", kv_dtype="bfloat16", block_tokens=512, windowed=window is not None,
+    )  # fmt: skip
+    items = Items(config=config, kv_lens=jnp.array([kv_len]), num_seqs=1, window=window)
+    found = [items.first(jnp.int32(0))]
+    while not found[-1].closes:
+        found.append(items.following(found[-1]))
+    return found
+
+
+@pytest.mark.parametrize("kv_len", [1, 127, 512, 513, 1023, 1024, 1025, 1500, 2049])
+def test_items_tile_a_row(kv_len: int) -> None:
+    items = items_of(kv_len, None)
+    assert sum(int(item.tokens) for item in items) == kv_len
+    starts = np.cumsum([0] + [int(item.tokens) for item in items[:-1]])
+    np.testing.assert_array_equal(starts, [int(item.strip) * 16 for item in items])
+    assert all(int(item.tokens) <= 512 for item in items)
+    if len(items) > 1:
+        assert abs(int(items[-1].tokens) - int(items[-2].tokens)) < 256
+
+
+def test_a_window_costs_what_its_tokens_cost() -> None:
+    items = items_of(16_000 + 7, 1024)
+    assert len(items) <= len(items_of(1024, None)) + 1
+    assert sum(int(item.tokens) for item in items) < 1024 + 16
 
 
 def test_reads_and_writes_words_by_the_twin() -> None:
