@@ -71,9 +71,12 @@ class ChunkConfig:
         kv_dtype: Name of one of `KV_DTYPES`.
         query_block: Query tokens of a tile: a power of two, 16 at least.
         block_tokens: KV tokens of a block: a multiple of `page_size`, or a divisor of it.
-        edge_tokens: KV tokens of the steps by which blocks with a mask are worked through.
+        edge_tokens: KV tokens of the steps by which blocks with a mask are worked through. Where they do not divide
+            `block_tokens`, all blocks are.
         lag: Items whose product with V waits for the next block, so that its start has work for the matrix units.
-        fold: Whether unused contraction depth may carry the scale and the anchor (see `folded`).
+        fold: Whether keys of 128 lanes may be doubled to carry the scale and the anchor (see `folded`): free where
+            matrix units are 256 deep (v6e, 7x), half a block's time where they are 128 deep (v4, v5e, v5p). Keys of
+            64 lanes fold into their padding anywhere.
         windowed: There is a sliding window.
         capped: There is a soft cap.
         append: The call brings new k and v.
@@ -156,9 +159,9 @@ class ChunkConfig:
     @property
     def fold_lane(self) -> int:
         """Where, in the contraction, the second copy of K begins; 0 if there is none."""
-        if not self.fold or self.capped or self.exact_products:
+        if self.capped or self.exact_products:
             return 0
-        return {64: 64, 128: 128}.get(self.head_dim, 0)
+        return {64: 64, 128: 128 if self.fold else 0}.get(self.head_dim, 0)
 
     @property
     def folded(self) -> bool:
