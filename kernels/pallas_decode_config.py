@@ -97,14 +97,8 @@ class DecodeConfig:
 
     @property
     def heads(self) -> int:
-        """KV heads that a token of the pool has: a power of two, so that tokens and tiles of scores coincide.
-
-        They are also as many as make a page whole tiles: a copy may not start inside one.
-        """
-        heads = 1 << (self.num_kv_heads - 1).bit_length()
-        while self.page_size * 2 * heads % self.tile_rows:
-            heads *= 2
-        return heads
+        """KV heads that a token of the pool has: a power of two, so that tokens and tiles of scores coincide."""
+        return 1 << (self.num_kv_heads - 1).bit_length()
 
     @property
     def lanes(self) -> int:
