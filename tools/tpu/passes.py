@@ -22,7 +22,7 @@ class PassCosts:
         fetch_full: Fetching a full block in a masked pass.
         fetch_strip: Fetching a page of a block that is not full.
         clear_group: Zeroing some stale rows of a block that is not full.
-        row: What the end of a row adds: its new token.
+        row: What the end of a row adds: its new token, and the part of a page before it.
         once: What runs once.
     """
 
@@ -38,8 +38,8 @@ class PassCosts:
     def of(cls, config: DecodeConfig, schedule: Schedule) -> "PassCosts":
         """Reads the costs out of a schedule.
 
-        The code of a pass stands in this order: the new token, the fast pass, the fetch of a full block, that of any
-        other, and a masked pass for each size behind the clearing of its block.
+        The code stands in this order: the fast pass, the fetch of a full block, that of any other, and a masked pass
+        for each size behind the clearing of its block.
         """
         loop = schedule.main_loop()
         assert loop is not None
@@ -49,23 +49,24 @@ class PassCosts:
         assert len(masked_lines) == len(config.pass_tokens), (len(masked_lines), config.pass_tokens)
         fast = schedule.cheapest(loop, dma_starts=config.strips_per_block, through=fast_line.start)
         masked = [schedule.cheapest(loop, through=line.start) for line in masked_lines]
-        head = schedule.cheapest(loop, to=fast_line.start)
+        inner = [one for one in schedule.loops() if loop.start < one.start and one.end < loop.end]
+        blocks = schedule.blocks(loop)
         fetch = next(
             block
-            for block in schedule.blocks(loop)
+            for block in blocks
             if block.start > fast_line.start
             and schedule.cost(block.start, block.end).dma_starts == config.strips_per_block
         )
-        inner = [one for one in schedule.loops() if fast_line.start < one.start < loop.end]
+        single = [block for block in blocks if schedule.cost(block.start, block.end).dma_starts == 1]
+        single = [block for block in single if not any(one.start == block.start for one in inner)]
         assert fast is not None
-        assert head is not None
         return cls(
             fast=fast.cycles,
             masked=tuple(cost.cycles for cost in masked if cost is not None),
             fetch_full=fetch.end - fetch.start,
             fetch_strip=_cycles(next(one for one in inner if schedule.count("dma_starts", one.start, one.end))),
             clear_group=_cycles(next(one for one in inner if not schedule.count("dma_starts", one.start, one.end))),
-            row=fast_line.start - loop.start - head.cycles,
+            row=sum(block.end - block.start for block in single),
             once=len(schedule.bundles) - _cycles(loop),
         )
 

@@ -7,7 +7,7 @@ full interior block, its memory traffic not counted: the HBM limit stands beside
 import argparse
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -39,7 +39,8 @@ class Subject:
         tokens: KV tokens of a block.
         copies: Copies that fetch a block.
         times: How often the loop runs over a block: heads that are worked on one after another.
-        share: Part of the longest straight line's matrix products that a full block takes.
+        share: Part of the longest straight line's matrix products that a full block takes: some lines do a little
+            more at the end of a tile.
     """
 
     label: str
@@ -49,7 +50,6 @@ class Subject:
     copies: int
     times: int = 1
     share: float = 1.0
-    features: Mapping[str, Any] = field(default_factory=dict)
 
 
 def decode_subjects(block_tokens: int) -> Iterator[Subject]:
@@ -104,7 +104,7 @@ def prefill_subjects() -> Iterator[Subject]:
         yield Subject(
             label=f"page {page_size:<4} attnd", program="tools.tpu.own:chunk",
             arguments={"page_size": page_size, "num_pages": 65536 // page_size, "pages_per_seq": 4096 // page_size},
-            tokens=512, copies=512 // page_size,
+            tokens=512, copies=512 // page_size, share=0.9,
         )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def tile_rate(schedule: Schedule, interior: int) -> float:
     return blocks * interior / ((blocks - 1) * interior + edge_steps * _cycles(step) + once)
 
 
-def show_decode(compiler: Compiler, block_tokens: int) -> None:
+def show_decode(compiler: Compiler, block_tokens: int, match: str) -> None:
     """Prints the decode table of a generation."""
     chip = CHIPS[compiler.generation]
     limit = TOKEN_BYTES / chip.hbm_bytes_per_cycle
@@ -139,6 +139,8 @@ def show_decode(compiler: Compiler, block_tokens: int) -> None:
     print(f"\n{chip.generation}: decode, cycles per KV token" + (f" (target {target})" if target else ""))
     print(f"  {limit:7.2f}  HBM limit")
     for subject in decode_subjects(block_tokens):
+        if match not in subject.label:
+            continue
         compiled = compiler.compile(subject.program, dict(subject.arguments))
         cycles = _cycles_or_reason(subject, compiled)
         print(
@@ -154,7 +156,7 @@ def show_decode(compiler: Compiler, block_tokens: int) -> None:
             )
 
 
-def show_prefill(compiler: Compiler) -> None:
+def show_prefill(compiler: Compiler, match: str) -> None:
     """Prints the prefill table of a generation."""
     target = TARGETS_PREFILL.get(compiler.generation)
     print(
@@ -162,6 +164,8 @@ def show_prefill(compiler: Compiler) -> None:
         + (f" (target {target})" * bool(target))
     )
     for subject in prefill_subjects():
+        if match not in subject.label:
+            continue
         compiled = compiler.compile(subject.program, dict(subject.arguments), timeout_s=600)
         cycles = _cycles_or_reason(subject, compiled)
         print(
@@ -200,13 +204,14 @@ def main() -> None:
     parser.add_argument("generations", nargs="*", default=["v6e", "v5e", "tpu7x"], help=f"of {', '.join(CHIPS)}")
     parser.add_argument("--block-tokens", type=int, default=1024, help="KV tokens of a block of our decode kernel")
     parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--match", default="", help="part of the name of the kernels to show: attnd, flywheel, JAX")
     arguments = parser.parse_args()
     for generation in arguments.generations:
         with Compiler(generation, with_schedules=True) as compiler:
             if arguments.only != "prefill":
-                show_decode(compiler, arguments.block_tokens)
+                show_decode(compiler, arguments.block_tokens, arguments.match)
             if arguments.only != "decode":
-                show_prefill(compiler)
+                show_prefill(compiler, arguments.match)
 
 
 if __name__ == "__main__":
