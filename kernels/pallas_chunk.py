@@ -154,7 +154,8 @@ def _call(
     config: ChunkConfig, scalars: list[jax.Array], inputs: list[jax.Array], interpret: Any
 ) -> dict[str, jax.Array]:
     """Calls the kernel; returns its results by name."""
-    hbm, smem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SMEM)
+    # Not `pl.ANY`: XLA would copy a pool that is small enough to VMEM and back.
+    hbm, smem = (pl.BlockSpec(memory_space=space) for space in (pltpu.HBM, pltpu.SMEM))
     q_rows, pool = inputs[:2]
     outputs: dict[str, tuple[Any, Any]] = {"out": (_shape(q_rows.shape, q_rows.dtype), hbm)}
     if config.append_in_kernel:

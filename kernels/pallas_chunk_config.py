@@ -14,7 +14,7 @@ LANES: Final = 128
 SUBLANES: Final = 8
 # Columns of a matrix product: the width of the largest matrix unit.
 _COLUMNS_MAX: Final = 256
-# Room for what the compiler keeps beside our buffers: spilled registers and values in flight.
+# Least room for what the compiler keeps beside our buffers: spilled registers and values in flight.
 _VMEM_HEADROOM_BYTES: Final = 2 << 20
 KV_DTYPES: Final[Mapping[str, np.dtype]] = {
     np.dtype(dtype).name: np.dtype(dtype)
@@ -314,8 +314,11 @@ class ChunkConfig:
 
     @property
     def vmem_limit_bytes(self) -> int:
-        """VMEM that the compiler is given: the buffers and room for what it keeps beside them."""
-        return self.vmem_bytes + _VMEM_HEADROOM_BYTES
+        """VMEM that the compiler is given: the buffers and room for what it keeps beside them.
+
+        It has been seen to take up to a third of the buffers.
+        """
+        return self.vmem_bytes + self.vmem_bytes // 2 + _VMEM_HEADROOM_BYTES
 
     @property
     def smem_bytes(self) -> int:
