@@ -107,7 +107,11 @@ class DecodeConfig:
 
     @property
     def pool_shape(self) -> tuple[int, int, int, int]:
-        """Shape in which the pool should be stored; what pads it is zero. A pool without it is copied at each call."""
+        """Shape of the pool; what pads it is zero. A pool of another shape is padded at each call, which copies it.
+
+        Where `lanes` is more than 128 and a token less than a tile, XLA tiles this shape in another order than the
+        program: keep the pool as [num_pages, page_size * rows_per_token, lanes] and reshape it for the call, for free.
+        """
         return (self.num_pages, self.page_size, self.rows_per_token, self.lanes)
 
     # Heads and rows.  The rows of q are padded so that a kv head has a power of two or whole tiles of them.
