@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnd.kernels.pallas_decode_config import LANES, SUBLANES, Chunk, DecodeConfig
-from attnd.kernels.pallas_words import Ref, high_half, load_words, low_half
+from attnd.kernels.pallas_words import Ref, high_half, load_words, low_half, widen_e4m3fn
 
 LOWEST: Final = float(np.finfo(np.float32).min)
 TILE: Final = (SUBLANES, LANES)
@@ -135,12 +135,16 @@ class Blocks:
         """Returns the keys of a chunk, [chunk_tokens * heads, lanes], in the compute dtype."""
         if self.config.kv_dtype == "float32":
             return self._every_other(slot, chunk, 0)
+        if self.config.kv_dtype == "float8_e4m3fn":
+            return widen_e4m3fn(self._quads(slot, chunk))
         return low_half(self._words(slot, chunk), jnp.bfloat16)
 
     def values(self, slot: Any, chunk: Chunk) -> jax.Array:
         """Returns the values of a chunk, [chunk_tokens * heads, lanes], in the compute dtype."""
         if self.config.kv_dtype == "float32":
             return self._every_other(slot, chunk, 1)
+        if self.config.kv_dtype == "float8_e4m3fn":
+            return widen_e4m3fn(self._quads(slot, chunk) >> 8)
         return high_half(self._words(slot, chunk), jnp.bfloat16)
 
     def scaled_score(self, score: jax.Array, slot: Any, chunk: Chunk, token: int) -> jax.Array:  # noqa: ARG002
@@ -157,6 +161,11 @@ class Blocks:
         columns = self.config.chunk_tokens * self.config.heads
         rows: jax.Array = self.ref.at[slot][pl.ds(2 * chunk.number * columns + first, columns, 2), :]
         return rows
+
+    def _quads(self, slot: Any, chunk: Chunk) -> jax.Array:
+        """Returns (k, v, k, v) quadruples of 8-bit values as words."""
+        words = self.config.chunk_tokens * self.config.heads // 2
+        return load_words(self.ref.at[slot], chunk.number * words, words, interpret=self.interpret)
 
     def _words(self, slot: Any, chunk: Chunk) -> jax.Array:
         """Returns (k, v) pairs of bfloat16 as words."""

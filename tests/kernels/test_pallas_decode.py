@@ -186,6 +186,21 @@ def test_equals_float64_when_copies_run_at_once(name: str) -> None:
     assert faults(CASES[name], "eager") == []
 
 
+def test_widens_every_finite_float8() -> None:
+    codes = np.arange(256, dtype=np.uint32)
+    values = codes.astype(np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+    words = np.tile((codes | codes[::-1] << 16)[:, np.newaxis], (1, 128))
+
+    def kernel(words: Ref, wide: Ref) -> None:
+        wide[...] = pallas_words.widen_e4m3fn(words[...])
+
+    shape = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
+    wide = np.asarray(pl.pallas_call(kernel, out_shape=shape, interpret=pltpu.InterpretParams())(words))
+    wide, finite = wide.astype(np.float32)[:, 5], np.isfinite(values)
+    np.testing.assert_array_equal(wide[0::2][finite].view(np.int32), values[finite].view(np.int32))
+    np.testing.assert_array_equal(wide[1::2][::-1][finite], values[finite])
+
+
 def items_of(kv_len: int, window: int | None) -> list[Item]:
     config = DecodeConfig(
         num_rows=1, num_q_heads=8, num_kv_heads=8, head_dim=128, page_size=16, num_pages=1, pages_per_seq=1024,
