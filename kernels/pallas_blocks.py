@@ -160,6 +160,8 @@ def chunk_config(
         "num_pages": spec.num_pages, "pages_per_seq": shape.pages_per_seq, "q_dtype": q_dtype,
         "kv_dtype": spec.dtype.name, "append": features.append, "windowed": features.windowed,
         "capped": features.capped, "return_lse": features.return_lse,
+        # A second copy of K in the contraction is free only where it would stand empty.
+        "fold": tuning.chip.mxu_depth >= 2 * LANES,
     }  # fmt: skip
     assert not features.append or chunk_appends(spec, tuning)
     refused = ""

@@ -21,6 +21,7 @@ class Chip:
         hbm_bytes_per_s: Share of the chip's memory bandwidth.
         clock_hz: Peak bfloat16 FLOP/s over FLOPs of a cycle in the compiler's schedules.
         cores: TensorCores that JAX shows as one device (megacore).
+        mxu_depth: Longest contraction that a matrix unit does at once.
         large_tiles: Whether arrays of 16-bit values lie in tiles of 16 rows; else of 8.
     """
 
@@ -31,6 +32,7 @@ class Chip:
     hbm_bytes_per_s: float
     clock_hz: float
     cores: int = 1
+    mxu_depth: int = 128
     large_tiles: bool = False
 
     @property
@@ -60,11 +62,11 @@ CHIPS: Final[Mapping[str, Chip]] = {
         ),
         Chip(
             generation="v6e", device_kinds=("TPU v6 lite", "TPU v6e"), vmem_bytes=128 * _MIB, smem_bytes=_MIB,
-            hbm_bytes_per_s=1.64e12, clock_hz=1.75e9,
+            hbm_bytes_per_s=1.64e12, clock_hz=1.75e9, mxu_depth=256,
         ),
         Chip(
             generation="tpu7x", device_kinds=("TPU7x", "TPU7"), vmem_bytes=64 * _MIB, smem_bytes=_MIB,
-            hbm_bytes_per_s=7.4e12 / 2, clock_hz=2.2e9, large_tiles=True,
+            hbm_bytes_per_s=7.4e12 / 2, clock_hz=2.2e9, mxu_depth=256, large_tiles=True,
         ),
     )
 }  # fmt: skip

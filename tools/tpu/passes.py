@@ -64,8 +64,8 @@ class PassCosts:
             fast=fast.cycles,
             masked=tuple(cost.cycles for cost in masked if cost is not None),
             fetch_full=fetch.end - fetch.start,
-            fetch_strip=_cycles(next(one for one in inner if schedule.count("dma_starts", one.start, one.end))),
-            clear_group=_cycles(next(one for one in inner if not schedule.count("dma_starts", one.start, one.end))),
+            fetch_strip=_cycles(inner[0]),
+            clear_group=_cycles(inner[1]),
             row=sum(block.end - block.start for block in single),
             once=len(schedule.bundles) - _cycles(loop),
         )

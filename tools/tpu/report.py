@@ -88,7 +88,7 @@ def _own_decode(label: str, block_tokens: int, changes: Mapping[str, Any]) -> Su
     )  # fmt: skip
 
 
-def prefill_subjects() -> Iterator[Subject]:
+def prefill_subjects(generation: str) -> Iterator[Subject]:
     """Yields the prefill programs; a block is 128 queries by 512 tokens unless they choose otherwise."""
     yield Subject(
         label="page 16   JAX ragged", program="tools.tpu.programs:jax_ragged",
@@ -103,7 +103,8 @@ def prefill_subjects() -> Iterator[Subject]:
     for page_size in (16, 128):
         yield Subject(
             label=f"page {page_size:<4} attnd", program="tools.tpu.own:chunk",
-            arguments={"page_size": page_size, "num_pages": 65536 // page_size, "pages_per_seq": 4096 // page_size},
+            arguments={"page_size": page_size, "num_pages": 65536 // page_size, "pages_per_seq": 4096 // page_size}
+            | {"fold": CHIPS[generation].mxu_depth == 256},
             tokens=512, copies=512 // page_size, share=0.9,
         )  # fmt: skip
 
@@ -163,7 +164,7 @@ def show_prefill(compiler: Compiler, match: str) -> None:
         f"\n{compiler.generation}: prefill, cycles per 128 q x 512 kv x 32 heads"
         + (f" (target {target})" * bool(target))
     )
-    for subject in prefill_subjects():
+    for subject in prefill_subjects(compiler.generation):
         if match not in subject.label:
             continue
         compiled = compiler.compile(subject.program, dict(subject.arguments), timeout_s=600)

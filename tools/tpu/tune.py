@@ -62,7 +62,7 @@ def chunk_scores(compiler: Compiler, shape: Mapping[str, Any]) -> Iterator[tuple
     """Yields cycles for each query and token of a full block, in thousandths, and the sizes of tile and block."""
     for query_block, block_tokens in CHUNK_SIZES:
         sizes = {"query_block": query_block, "block_tokens": block_tokens}
-        arguments = _arguments(shape) | sizes
+        arguments = _arguments(shape) | sizes | {"fold": CHIPS[compiler.generation].mxu_depth == 256}
         base = LLAMA | {"num_rows": 8, "num_tokens": 1024, "append": True}
         config = ChunkConfig(**base | arguments)
         if config.vmem_limit_bytes > CHIPS[compiler.generation].vmem_bytes - pallas_blocks.VMEM_RESERVE_BYTES:
