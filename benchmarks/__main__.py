@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.show_machine(console, facts)
     sections = []
     for name in chosen.sections or BUDGETS_S:
+        report.progress(name)
         section = importlib.import_module(f"benchmarks.{name}").run(BUDGETS_S[name] * chosen.budget)
         report.show_section(console, section)
         sections.append(section)
