@@ -38,7 +38,7 @@ test: $(VENV)/ready ## Runs the tests.
 check: $(VENV)/ready $(LINKS) ## Checks format, lint, types, generated code and the schema.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p attnd
+	$(BIN)/mypy -p attnd -p benchmarks -p examples.smollm2
 	$(PYTHON) tools/generate.py --check
 	$(BIN)/buf lint proto
 	$(BIN)/hadolint Dockerfile
