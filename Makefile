@@ -32,8 +32,9 @@ help: ## Lists the targets.
 generate: ## Regenerates proto/attnd/v1/*_pb2.py.
 	$(PYTHON) tools/generate.py
 
-test: $(VENV)/ready ## Runs the tests.
+test: $(VENV)/ready ## Runs the tests, and compiles a few programs for TPUs.
 	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory tpu-compile TPU=--short
 
 check: $(VENV)/ready $(LINKS) ## Checks format, lint, types, generated code and the schema.
 	$(BIN)/ruff format --check .
@@ -84,3 +85,27 @@ $(PEERS_VENV)/ready: pyproject.toml
 
 test-peers: $(PEERS_VENV)/ready ## Compares with torch and transformers, live.
 	$(PEERS_VENV)/bin/python -m pytest -m peers tests/peers
+
+# Compiling for TPUs needs none, but jax[tpu], and the peer that kernels are compared with a newer Python.
+TPU_PYTHON = $(shell $(PYTHON) tools/newest_python.py)
+TPU_VENV ?= .venv-tpu
+TPU_RUN = JAX_PLATFORMS=cpu $(TPU_VENV)/bin/python -m
+
+$(TPU_VENV)/ready: pyproject.toml
+	@echo "attnd: installing jax[tpu] into $(TPU_VENV) (a few minutes the first time)"
+	$(TPU_PYTHON) -m venv $(TPU_VENV)
+	$(TPU_VENV)/bin/python -m pip install --quiet --editable '.[tpu]'
+	-$(TPU_VENV)/bin/python -m pip install --quiet flywheel-tpu
+	touch $@
+
+.PHONY: tpu-schedule tpu-compile tune-blocks
+# Generations, all that are worth it if empty: v4 v5e v5p v6e tpu7x.
+TPU ?=
+tpu-schedule: $(TPU_VENV)/ready ## Prints the cycles of our TPU kernels beside other people's (TPU="v6e v5e").
+	$(TPU_RUN) tools.tpu.report $(TPU)
+
+tpu-compile: $(TPU_VENV)/ready ## Compiles what the TPU kernels say they support, and what they refuse (TPU="v6e v5e").
+	$(TPU_RUN) tools.tpu.matrix $(TPU)
+
+tune-blocks: $(TPU_VENV)/ready ## Chooses block sizes by their schedules: writes kernels/block_sizes.json.
+	$(TPU_RUN) tools.tpu.tune $(TPU)

@@ -1,6 +1,7 @@
 """Which implementations exist, and which one serves a cache."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from attnd.kernels.contract import CacheSpec, Implementation
@@ -9,10 +10,30 @@ from attnd.kernels.reference import Reference
 from attnd.kernels.xla import Xla
 
 AUTO: Final = "auto"
-_IMPLEMENTATIONS: Final[Mapping[str, Callable[[], Implementation[Any]]]] = {"reference": Reference, "xla": Xla}
-_PLANNED: Final = ("pallas", "pallas_interpret", "jax_ops", "numba")
-# What "auto" tries on a platform, in this order; on any other platform, plain JAX.
-_PREFERRED: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("xla",)}
+_PLANNED: Final = ("numba",)
+# What "auto" tries on a platform, in this order; on any other platform, plain JAX on the host.
+_PREFERRED: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("xla",), "tpu": ("pallas", "jax_ops", "xla")}
+
+
+def _pallas(*, interpret: bool) -> Implementation[Any]:
+    from attnd.kernels.pallas import Pallas  # noqa: PLC0415 - Pallas takes a second to load, for those who want it
+
+    return Pallas(interpret=interpret)
+
+
+def _jax_ops() -> Implementation[Any]:
+    from attnd.kernels.jax_ops import JaxOps  # noqa: PLC0415 - as above
+
+    return JaxOps()
+
+
+_IMPLEMENTATIONS: Final[Mapping[str, Callable[[], Implementation[Any]]]] = {
+    "reference": Reference,
+    "xla": Xla,
+    "pallas": partial(_pallas, interpret=False),
+    "pallas_interpret": partial(_pallas, interpret=True),
+    "jax_ops": _jax_ops,
+}
 
 
 def names() -> tuple[str, ...]:

@@ -87,6 +87,30 @@ def info(
         raise _failure(f"No attnd server answers at {address}: {error.details()}") from error
 
 
+@app.command(name="compile")
+def compile_programs(
+    tpu: Annotated[str, typer.Option(help="Generation (v4, v5e, v5p, v6e, tpu7x) or topology (v6e:2x2).")],
+    spec: Annotated[
+        str,
+        typer.Option(
+            help='As create_cache takes it, with num_q_heads: \'{"num_pages": 1024, "page_size": 16, '
+            '"num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "num_q_heads": 32}\'.'
+        ),
+    ],
+    folder: Annotated[
+        Path, typer.Option(envvar="JAX_COMPILATION_CACHE_DIR", help="Where JAX keeps compiled programs.")
+    ],
+) -> None:
+    """Compiles a cache's programs for a TPU that need not be here, so that a server there starts sooner."""
+    from attnd.service.compiling import compile_for_tpu  # noqa: PLC0415 - imports jax
+
+    try:
+        count = compile_for_tpu(tpu, spec, folder, lambda done, of: typer.echo(f"{done} of {of} programs", err=True))
+    except (ValueError, UnsupportedError) as error:
+        raise _failure(str(error)) from error
+    typer.echo(f"{count} programs for {tpu} in {folder}")
+
+
 def main() -> None:
     """Runs the command line."""
     app()

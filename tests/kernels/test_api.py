@@ -51,9 +51,12 @@ def test_named_implementations_agree(right, implementation):
     np.testing.assert_allclose(attend(implementation=implementation), right, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["pallas", "pallas_interpret", "jax_ops", "numba"])
-def test_implementation_outside_the_build_is_unsupported(implementation):
-    with pytest.raises(kernels.UnsupportedError, match="is not part of this build"):
+@pytest.mark.parametrize(
+    ("implementation", "reason"),
+    [("numba", "is not part of this build"), ("pallas", "needs a TPU"), ("jax_ops", "need a TPU")],
+)
+def test_implementation_that_cannot_run_here_is_unsupported(implementation, reason):
+    with pytest.raises(kernels.UnsupportedError, match=reason):
         attend(implementation=implementation)
 
 

@@ -6,6 +6,7 @@ import pytest
 from attnd.kernels import registry
 from attnd.kernels.contract import CacheSpec, Layout
 from attnd.kernels.errors import UnsupportedError
+from attnd.kernels.xla import Xla
 
 SPEC = CacheSpec(
     layout=Layout.SPLIT, num_layers=1, num_pages=4, page_size=8, num_kv_heads=1, head_dim=8, dtype=np.dtype(np.float32)
@@ -18,10 +19,23 @@ def test_auto_off_tpu_is_plain_jax():
 
 @pytest.mark.parametrize("name", registry.names())
 def test_named_implementation_is_created_under_its_name(name):
-    assert registry.choose(SPEC, "cpu", name).name == name
+    assert registry.create(name).name == name
 
 
-@pytest.mark.parametrize("name", ["pallas", "pallas_interpret", "jax_ops", "numba"])
+@pytest.mark.parametrize("name", ["pallas", "jax_ops"])
+def test_kernel_for_tpus_says_that_there_is_none(name):
+    with pytest.raises(UnsupportedError, match="need.? a TPU.* 'cpu'"):
+        registry.choose(SPEC, "cpu", name)
+
+
+def test_auto_on_a_tpu_prefers_our_kernels(monkeypatch):
+    made = []
+    monkeypatch.setattr(registry, "create", lambda name: made.append(name) or Xla())
+    registry.choose(SPEC, "tpu")
+    assert made == ["pallas"]
+
+
+@pytest.mark.parametrize("name", ["numba"])
 def test_implementation_outside_the_build_is_unsupported_and_says_so(name):
     with pytest.raises(UnsupportedError, match=f"'{name}' is not part of this build"):
         registry.choose(SPEC, "cpu", name)

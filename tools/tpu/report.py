@@ -1,0 +1,218 @@
+"""Prints the cycles of our TPU kernels beside those of other people's, for Llama 3 8B: `make tpu-schedule`.
+
+Everything is compiled here and now by the same libtpu; no TPU is needed. Cycles are those of the static schedule of a
+full interior block, its memory traffic not counted: the HBM limit stands beside them.
+"""
+
+import argparse
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from attnd.kernels.pallas_decode_config import DecodeConfig
+from attnd.kernels.tpu_chips import CHIPS
+from tools.tpu.compiler import Compiled, Compiler
+from tools.tpu.passes import PassCosts, batch_cycles
+from tools.tpu.schedule import Loop, Schedule
+from tools.tpu.shapes import LLAMA
+
+TARGETS_DECODE: Final[Mapping[str, float]] = {"v6e": 1.9, "v5e": 1.8, "tpu7x": 1.95}
+TARGETS_PREFILL: Final[Mapping[str, int]] = {"v6e": 4000, "v5e": 8800, "tpu7x": 3850}
+TARGET_BATCH: Final = 1.25
+TARGET_TILE: Final = 0.7
+TOKEN_BYTES: Final = 2 * 8 * 128 * 2  # k and v of 8 heads in bfloat16
+KV_TOKENS: Final = 512  # of a unit of prefill, with 128 queries
+TILE_CONTEXT: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A program to look at.
+
+    Attributes:
+        label: What the report calls it.
+        program: As `Compiler.compile` takes it.
+        arguments: Its arguments.
+        tokens: KV tokens of a block.
+        copies: Copies that fetch a block.
+        times: How often the loop runs over a block: heads that are worked on one after another.
+        share: Part of the longest straight line's matrix products that a full block takes: some lines do a little
+            more at the end of a tile.
+    """
+
+    label: str
+    program: str
+    arguments: Mapping[str, Any]
+    tokens: int
+    copies: int
+    times: int = 1
+    share: float = 1.0
+
+
+def decode_subjects(block_tokens: int) -> Iterator[Subject]:
+    """Yields the decode programs."""
+    for pages, queries in ((8, 32), (32, 8), (64, 8)):
+        yield Subject(
+            label=f"page 16   JAX ragged, {pages} pages x {queries} queries",
+            program="tools.tpu.programs:jax_ragged",
+            arguments={"pages_per_block": pages, "queries_per_block": queries},
+            tokens=pages * 16, copies=pages,
+        )  # fmt: skip
+    yield Subject(
+        label="page 16   JAX decode, 32 pages", program="tools.tpu.programs:jax_paged",
+        arguments={"pages_per_block": 32}, tokens=512, copies=64, times=8,
+    )  # fmt: skip
+    if importlib.util.find_spec("flywheel_tpu") is not None:
+        yield Subject(
+            label="page 128  flywheel-tpu, append", program="tools.tpu.programs:flywheel",
+            arguments={}, tokens=1024, copies=8,
+        )  # fmt: skip
+    for page_size in (16, 128):
+        yield _own_decode(f"page {page_size:<4} attnd, append", block_tokens, {"page_size": page_size})
+    for name, features in (
+        ("append, soft cap", {"capped": True}), ("append, window", {"windowed": True}),
+        ("append, lse", {"return_lse": True}),
+    ):  # fmt: skip
+        yield _own_decode(f"page 16   attnd, {name}", block_tokens, features)
+
+
+def _own_decode(label: str, block_tokens: int, changes: Mapping[str, Any]) -> Subject:
+    page_size = changes.get("page_size", 16)
+    arguments = {"block_tokens": block_tokens, "num_pages": 65536 // page_size, "pages_per_seq": 2048 // page_size}
+    return Subject(
+        label=label, program="tools.tpu.own:decode", arguments=arguments | dict(changes),
+        tokens=block_tokens, copies=block_tokens // page_size,
+    )  # fmt: skip
+
+
+def prefill_subjects() -> Iterator[Subject]:
+    """Yields the prefill programs; a block is 128 queries by 512 tokens unless they choose otherwise."""
+    yield Subject(
+        label="page 16   JAX ragged", program="tools.tpu.programs:jax_ragged",
+        arguments={"num_tokens": 1024, "num_seqs": 8, "pages_per_block": 32, "queries_per_block": 128},
+        tokens=512, copies=32,
+    )  # fmt: skip
+    if importlib.util.find_spec("flywheel_tpu") is not None:
+        yield Subject(
+            label="page 128  flywheel-tpu", program="tools.tpu.programs:flywheel",
+            arguments={"num_tokens": 4096, "num_seqs": 1}, tokens=512, copies=4,
+        )  # fmt: skip
+    for page_size in (16, 128):
+        yield Subject(
+            label=f"page {page_size:<4} attnd", program="tools.tpu.own:chunk",
+            arguments={"page_size": page_size, "num_pages": 65536 // page_size, "pages_per_seq": 4096 // page_size},
+            tokens=512, copies=512 // page_size, share=0.9,
+        )  # fmt: skip
+
+
+def cycles_of(subject: Subject, schedule: Schedule) -> int | None:
+    """Returns the cycles of a full interior block."""
+    loop = schedule.main_loop()
+    if loop is None:
+        return None
+    matmuls = int(schedule.longest_line(loop).matmuls * subject.share)
+    cost = schedule.cheapest(loop, dma_starts=subject.copies, matmuls=matmuls)
+    return None if cost is None else cost.cycles * subject.times
+
+
+def tile_rate(schedule: Schedule, interior: int) -> float:
+    """Returns the rate of a whole tile of our chunk kernel at the end of 4,096 tokens, in units of the interior's."""
+    main = schedule.main_loop()
+    assert main is not None
+    loops = schedule.loops()
+    outer = min((one for one in loops if _inside(main, one)), key=_cycles)
+    nested = [one for one in loops if _inside(one, outer)]
+    once = _cycles(outer) - sum(_cycles(one) for one in nested if not any(_inside(one, two) for two in nested))
+    step = max((one for one in nested if _inside(one, main)), key=lambda one: schedule.count("matmuls", *_span(one)))
+    blocks, edge_steps = TILE_CONTEXT // KV_TOKENS, KV_TOKENS // 128
+    return blocks * interior / ((blocks - 1) * interior + edge_steps * _cycles(step) + once)
+
+
+def show_decode(compiler: Compiler, block_tokens: int, match: str) -> None:
+    """Prints the decode table of a generation."""
+    chip = CHIPS[compiler.generation]
+    limit = TOKEN_BYTES / chip.hbm_bytes_per_cycle
+    target = TARGETS_DECODE.get(chip.generation)
+    print(f"\n{chip.generation}: decode, cycles per KV token" + (f" (target {target})" if target else ""))
+    print(f"  {limit:7.2f}  HBM limit")
+    for subject in decode_subjects(block_tokens):
+        if match not in subject.label:
+            continue
+        compiled = compiler.compile(subject.program, dict(subject.arguments))
+        cycles = _cycles_or_reason(subject, compiled)
+        print(
+            f"  {cycles if isinstance(cycles, str) else f'{cycles / subject.tokens:7.2f}'}  {subject.label}", flush=True
+        )
+        if compiled.error is None and subject.label == "page 16   attnd, append":
+            config = DecodeConfig(**LLAMA | dict(subject.arguments) | {"append": True})
+            kv_lens = np.random.default_rng(0).integers(100, 2001, 64).tolist()
+            total = batch_cycles(config, PassCosts.of(config, compiled.schedules[0]), kv_lens)
+            times = total / (limit * sum(kv_lens))
+            print(
+                f"           64 sequences of 100 to 2,000 tokens: {times:.2f} x their HBM time (target {TARGET_BATCH})"
+            )
+
+
+def show_prefill(compiler: Compiler, match: str) -> None:
+    """Prints the prefill table of a generation."""
+    target = TARGETS_PREFILL.get(compiler.generation)
+    print(
+        f"\n{compiler.generation}: prefill, cycles per 128 q x 512 kv x 32 heads"
+        + (f" (target {target})" * bool(target))
+    )
+    for subject in prefill_subjects():
+        if match not in subject.label:
+            continue
+        compiled = compiler.compile(subject.program, dict(subject.arguments), timeout_s=600)
+        cycles = _cycles_or_reason(subject, compiled)
+        print(
+            f"  {cycles if isinstance(cycles, str) else f'{cycles * KV_TOKENS // subject.tokens:7d}'}  {subject.label}",
+            flush=True,
+        )
+        if isinstance(cycles, int) and "attnd" in subject.label:
+            rate = tile_rate(compiled.schedules[0], cycles)
+            print(
+                f"           a whole tile at {TILE_CONTEXT} tokens: {rate:.0%} of this rate (target {TARGET_TILE:.0%})"
+            )
+
+
+def _cycles_or_reason(subject: Subject, compiled: Compiled) -> int | str:
+    if compiled.error is not None:
+        return f"{'-':>7}  ({compiled.error.splitlines()[0][:90]})"
+    cycles = cycles_of(subject, compiled.schedules[0])
+    return f"{'?':>7}" if cycles is None else cycles
+
+
+def _inside(inner: Loop, outer: Loop) -> bool:
+    return inner != outer and outer.start <= inner.start and inner.end <= outer.end
+
+
+def _cycles(loop: Loop) -> int:
+    return loop.end - loop.start
+
+
+def _span(loop: Loop) -> tuple[int, int]:
+    return loop.start, loop.end
+
+
+def main() -> None:
+    """Prints the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("generations", nargs="*", default=["v6e", "v5e", "tpu7x"], help=f"of {', '.join(CHIPS)}")
+    parser.add_argument("--block-tokens", type=int, default=1024, help="KV tokens of a block of our decode kernel")
+    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--match", default="", help="part of the name of the kernels to show: attnd, flywheel, JAX")
+    arguments = parser.parse_args()
+    for generation in arguments.generations:
+        with Compiler(generation, with_schedules=True) as compiler:
+            if arguments.only != "prefill":
+                show_decode(compiler, arguments.block_tokens, arguments.match)
+            if arguments.only != "decode":
+                show_prefill(compiler, arguments.match)
+
+
+if __name__ == "__main__":
+    main()
