@@ -39,7 +39,7 @@ test: $(VENV)/ready ## Runs the tests, and compiles a few programs for TPUs.
 check: $(VENV)/ready $(LINKS) ## Checks format, lint, types, generated code and the schema.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p attnd
+	$(BIN)/mypy -p attnd -p benchmarks -p examples.smollm2
 	$(PYTHON) tools/generate.py --check
 	$(BIN)/buf lint proto
 	$(BIN)/hadolint Dockerfile
@@ -50,7 +50,7 @@ $(BENCH_VENV)/ready: pyproject.toml
 	$(BENCH_VENV)/bin/python -m pip install --quiet --editable '.[cpu]' torch==2.13.0
 	touch $@
 
-bench: $(BENCH_VENV)/ready ## Measures everything side by side, in at most 8 minutes on 2 cores (SECTIONS="attention rpc").
+bench: $(BENCH_VENV)/ready ## Measures everything side by side, in about 8 minutes on 2 quiet cores (SECTIONS="attention rpc").
 	$(BENCH_VENV)/bin/python -m benchmarks $(SECTIONS)
 
 # The demonstration. Everything but the generated text goes to stderr.

@@ -9,7 +9,7 @@ from typing import Final
 from benchmarks import report
 
 # Seconds of measuring for each section; set-up, compiling and checking come on top.
-BUDGETS_S: Final = {"attention": 80.0, "append": 20.0, "rpc": 50.0, "memory": 60.0}
+BUDGETS_S: Final = {"attention": 80.0, "append": 20.0, "rpc": 50.0, "memory": 120.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.show_machine(console, facts)
     sections = []
     for name in chosen.sections or BUDGETS_S:
+        report.progress(name)
         section = importlib.import_module(f"benchmarks.{name}").run(BUDGETS_S[name] * chosen.budget)
         report.show_section(console, section)
         sections.append(section)

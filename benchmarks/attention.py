@@ -15,7 +15,7 @@ from attnd.kernels import registry
 from attnd.kernels.contract import AttentionOptions, Implementation, KernelHints
 from benchmarks import torch_sdpa, workloads
 from benchmarks.native import PageReader
-from benchmarks.report import Section, Target
+from benchmarks.report import Section, Target, progress
 from benchmarks.timing import Call, Timing, fastest, interleave, ratio, timed
 from benchmarks.workloads import BFLOAT16, FLOAT32, Workload
 
@@ -54,6 +54,7 @@ def run(budget_s: float) -> Section:
     cases = list(_cases())
     for make in cases:
         workload = make()
+        progress(f"{workload.name}, {workload.spec.dtype.name}")
         _measure(section, workload, torch, budget_s / len(cases))
     return section
 

@@ -15,7 +15,7 @@ import psutil
 from attnd.client import Cache, Client
 from benchmarks import processes
 from benchmarks.processes import child, read_line
-from benchmarks.report import Section, Table, Target
+from benchmarks.report import Section, Table, Target, progress
 
 MIB: Final = 2**20
 CHECKPOINTS: Final = (1_000, 10_000, 12_000)
@@ -119,6 +119,7 @@ def server_usages(budget_s: float, checkpoints: Sequence[int], server_options: S
                 next(calls)()
                 done += 1
             usages.append(look(done))
+            progress(f"memory after {done:,} calls")
         return usages
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -140,6 +141,11 @@ def make_console() -> Console:
     """Returns a console that is wide enough for the tables when the output is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=WIDTH_MIN)
+
+
+def progress(what: str) -> None:
+    """Says on stderr what is being measured: minutes pass before a section's tables."""
+    print(f"measuring {what}", file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, facts: dict[str, str], sections: list[Section]) -> None:

@@ -243,6 +243,7 @@ class Pages(Protocol):
 PagesT = TypeVar("PagesT", bound=Pages)
 
 
+@runtime_checkable
 class Implementation(Protocol[PagesT]):
     """One way to store pages and attend over them.
 

@@ -86,7 +86,7 @@ class Reference:
             rows = slice(batch.cu_q_lens[i], batch.cu_q_lens[i + 1])
             keys, values = _stored(pages, layer, batch.page_indices[i], int(batch.kv_lens[i]), options)
             out[rows], lse[rows] = _attend_sequence(q[rows].astype(np.float64), keys, values, options)
-        with np.errstate(over="ignore", under="ignore"):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             narrow = out.astype(q.dtype)
         timings = KernelTimings(write_ns=written_ns - started_ns, kernel_ns=time.perf_counter_ns() - written_ns)
         return Attended(out=narrow, lse_natural=lse if options.return_lse else None, timings=timings)

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import jax
@@ -139,11 +139,15 @@ class Xla:
         results = Results(q, num_tokens=batch.num_tokens, v_scale=options.v_scale or 1.0, merges=work.merges)
 
         def run(thread: int) -> None:
-            for call in work.threads[thread]:
-                results.add(call, *programs[call.bucket].run(pages.pools[layer], call, q, options, thread=thread))
+            with np.errstate(over="ignore", invalid="ignore"):  # what a dtype cannot hold is infinite
+                for call in work.threads[thread]:
+                    results.add(call, *programs[call.bucket].run(pages.pools[layer], call, q, options, thread=thread))
 
         others = [self._workers.submit(run, thread) for thread in range(1, len(work.threads))]
-        run(0)
+        try:
+            run(0)
+        finally:
+            wait(others)  # a program that still ran would read what the next call writes
         for other in others:
             other.result()
         results.merge()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -70,7 +71,9 @@ class ProgramShape:
 T = TypeVar("T")
 
 
-class Pool(NamedTuple, Generic[T]):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Pool(Generic[T]):
     """One layer's pages.
 
     Attributes:
@@ -82,7 +85,9 @@ class Pool(NamedTuple, Generic[T]):
     scales: T
 
 
-class Inputs(NamedTuple, Generic[T]):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Inputs(Generic[T]):
     """The other arguments of a program.
 
     Attributes:

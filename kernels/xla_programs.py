@@ -105,8 +105,8 @@ class Program:
         """Returns the inputs of a thread, allocated at its first call."""
         staging = self._staging[thread]
         if staging is None:
-            host = Inputs(*(aligned_zeros(*array) for array in self._inputs))
-            staging = Staging(host, Inputs(*(alias(array, self._device) for array in host)))
+            host = jax.tree.map(lambda array: aligned_zeros(*array), self._inputs, is_leaf=_is_shape)
+            staging = Staging(host, jax.tree.map(lambda array: alias(array, self._device), host))
             self._staging[thread] = staging
         return staging
 
@@ -116,6 +116,10 @@ def _compile(shape: ProgramShape, device: jax.Device) -> Any:
     pool, inputs = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(*array, sharding=sharding),  # type: ignore[no-untyped-call]
         (pool_shapes(shape), input_shapes(shape)),
-        is_leaf=lambda node: isinstance(node, ArgumentShape),
+        is_leaf=_is_shape,
     )
     return jax.jit(partial(attend, shape)).lower(pool, inputs).compile()
+
+
+def _is_shape(node: object) -> bool:
+    return isinstance(node, ArgumentShape)

@@ -61,4 +61,5 @@ class Results:
                 sums = by_head(total[rows], len(out[i]))
                 sums[:] = sums * kept + out[i, :, :length] * added
                 known[:] = merged
-        np.multiply(total, self._v_scale, out=self.out, casting="same_kind")
+        with np.errstate(over="ignore"):  # what a dtype cannot hold is infinite
+            np.multiply(total, self._v_scale, out=self.out, casting="same_kind")

@@ -57,6 +57,8 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     Raises:
         ConfigError: The address cannot be listened on, or the implementation does not exist.
     """
+    # A program of XLA:CPU is run by the thread that calls it: handing it to another costs more than a small call.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
     engine = Engine(queue_depth_max=config.queue_depth_max)
     caches = CacheRegistry(
         engine,

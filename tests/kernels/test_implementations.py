@@ -142,3 +142,11 @@ def test_last_row_of_a_chunk_equals_the_decode_of_that_token(implementation):
         chunk.q[-1:],
     )
     np.testing.assert_allclose(run(implementation, decode)[0].out[0], expected, atol=1e-5)
+
+
+def test_what_the_output_cannot_hold_is_infinite(implementation):
+    inputs = BY_NAME["float16 queries"].build()
+    options = dataclasses.replace(inputs.options, v_scale=1e7)
+    attended, _ = run(implementation, inputs, options)
+    assert np.any(np.isinf(attended.out))
+    assert not np.any(np.isnan(attended.out))

@@ -214,7 +214,7 @@ def decode_crash_fields(call: Call) -> set[str]:
 
 
 def test_ragged_calls_get_jax_s_verdict_and_words():
-    rng = random.Random(20250101)  # noqa: S311
+    rng = random.Random(20250101)
     verdicts: set[str] = set()
     accepted = 0
     for _ in range(RAGGED_CALLS):
@@ -239,7 +239,7 @@ def test_ragged_calls_get_jax_s_verdict_and_words():
 
 
 def test_decode_calls_get_jax_s_verdict_and_words():
-    rng = random.Random(20250102)  # noqa: S311
+    rng = random.Random(20250102)
     verdicts: set[str] = set()
     accepted = 0
     for _ in range(DECODE_CALLS):
@@ -261,7 +261,7 @@ def test_decode_calls_get_jax_s_verdict_and_words():
 
 
 def test_words_are_the_same_for_jax_arrays():
-    rng = random.Random(20250103)  # noqa: S311
+    rng = random.Random(20250103)
     rendered = 0
     for _ in range(JAX_ARRAY_CALLS):
         call = metadata.ragged(rng)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from attnd.kernels.contract import AttentionOptions, KernelHints, RaggedBatch
+from attnd.kernels.contract import AttentionOptions, KernelHints, Layout, RaggedBatch
 from attnd.kernels.xla import Xla
 from attnd.kernels.xla_work import Bucket, Paging, plan
 from tests.support.cases import Case
@@ -20,7 +20,7 @@ def _batch(rng, spec, q_lens, kv_lens):
     return RaggedBatch.compact(np.array(kv_lens, np.int32), table, np.array(q_lens, np.int32), spec.page_size)
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "split"])
+@pytest.mark.parametrize("layout", Layout)
 def test_no_call_after_warm_up_compiles(layout):
     """Neither a shape nor a scalar: R04 is a storm of compiles from soft caps and batch sizes."""
     case = Case(name="warm", kv_lens=(1,), q_lens=(1,), layout=layout, dtype="bfloat16")
