@@ -136,14 +136,11 @@ class Pallas:
         q_dtype = "float32" if spec.dtype == np.float32 else "bfloat16"
         decodes = pallas_blocks.serves_decode(spec, num_q_heads, self._tuning)
         shapes = launch_shapes(spec.num_pages, self._tuning.slots_max, decodes=decodes)
-        appends = pallas_blocks.chunk_appends(spec, self._tuning)
-        if spec.quantized_per_token:
-            features = [(shape, False) for shape in shapes if shape.is_decode]
-        else:
-            features = [(shape, appends) for shape in shapes]
-            features += [(shape, True) for shape in shapes if shape.is_decode and not appends]
+        features = Features(append=not spec.quantized_per_token)
         programs = [
-            self._program(spec, num_q_heads, q_dtype, shape, Features(append=append)) for shape, append in features
+            self._program(spec, num_q_heads, q_dtype, shape, features)
+            for shape in shapes
+            if shape.is_decode or not spec.quantized_per_token
         ]
         missing = [program for program in programs if program not in self._programs]
         executor = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="attnd-compile")
@@ -229,8 +226,7 @@ class Pallas:
             (launch, self._programs.place({name: getattr(launch, name) for name in names}))
             for launch in plan(rows, spec.page_size, self._tuning.slots_max, decodes=decodes)
         ]
-        fuses = all(launch.shape.is_decode for launch, _ in launches) or pallas_blocks.chunk_appends(spec, self._tuning)
-        fuses = fuses and not spec.quantized_per_token
+        fuses = not spec.quantized_per_token
         fuses = fuses and not reads_what_another_writes(batch, spec.page_size, spec.num_pages)
         self._planned = _Planned(batch, spec, num_q_heads, launches, fuses_append=fuses)
         return self._planned
