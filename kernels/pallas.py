@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from attnd.kernels import pallas_blocks
@@ -58,10 +59,10 @@ class Pallas:
 
     Args:
         device: A TPU, of this machine or of a topology to compile for; None for JAX's first device.
-        interpret: Runs on the CPU in TPU interpret mode, slowly: to test.
+        interpret: Runs on the CPU in TPU interpret mode, slowly: to test. Parameters of that mode may be given.
     """
 
-    def __init__(self, device: jax.Device | None = None, *, interpret: bool = False) -> None:
+    def __init__(self, device: jax.Device | None = None, *, interpret: pltpu.InterpretParams | bool = False) -> None:
         self.name = "pallas_interpret" if interpret else "pallas"
         self._missing: str | None = None
         self._tuning = Tuning.for_interpreter()
