@@ -66,7 +66,7 @@ $(VENV)/ready-demo: pyproject.toml
 	fi >&2
 	@touch $@
 
-.PHONY: demo test-peers
+.PHONY: demo test-peers test-pallas
 demo: export DEMO_PROMPT = $(value PROMPT)
 demo: export DEMO_TOKENS = $(value TOKENS)
 demo: $(VENV)/ready-demo ## Writes text with a real model: make demo PROMPT="What is gravity?" TOKENS=64
@@ -85,6 +85,9 @@ $(PEERS_VENV)/ready: pyproject.toml
 
 test-peers: $(PEERS_VENV)/ready ## Compares with torch and transformers, live.
 	$(PEERS_VENV)/bin/python -m pytest -m peers tests/peers
+
+test-pallas: $(VENV)/ready ## Runs the whole shared suite through the interpreted TPU kernels.
+	$(BIN)/python -m pytest -m pallas_suite tests/kernels
 
 # Compiling for TPUs needs none, but jax[tpu], and the peer that kernels are compared with a newer Python.
 TPU_PYTHON = $(shell $(PYTHON) tools/newest_python.py)

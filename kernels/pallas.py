@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from attnd.kernels import pallas_blocks
@@ -58,10 +59,10 @@ class Pallas:
 
     Args:
         device: A TPU, of this machine or of a topology to compile for; None for JAX's first device.
-        interpret: Runs on the CPU in TPU interpret mode, slowly: to test.
+        interpret: Runs on the CPU in TPU interpret mode, slowly: to test. Parameters of that mode may be given.
     """
 
-    def __init__(self, device: jax.Device | None = None, *, interpret: bool = False) -> None:
+    def __init__(self, device: jax.Device | None = None, *, interpret: pltpu.InterpretParams | bool = False) -> None:
         self.name = "pallas_interpret" if interpret else "pallas"
         self._missing: str | None = None
         self._tuning = Tuning.for_interpreter()
@@ -136,14 +137,11 @@ class Pallas:
         q_dtype = "float32" if spec.dtype == np.float32 else "bfloat16"
         decodes = pallas_blocks.serves_decode(spec, num_q_heads, self._tuning)
         shapes = launch_shapes(spec.num_pages, self._tuning.slots_max, decodes=decodes)
-        appends = pallas_blocks.chunk_appends(spec, self._tuning)
-        if spec.quantized_per_token:
-            features = [(shape, False) for shape in shapes if shape.is_decode]
-        else:
-            features = [(shape, appends) for shape in shapes]
-            features += [(shape, True) for shape in shapes if shape.is_decode and not appends]
+        features = Features(append=not spec.quantized_per_token)
         programs = [
-            self._program(spec, num_q_heads, q_dtype, shape, Features(append=append)) for shape, append in features
+            self._program(spec, num_q_heads, q_dtype, shape, features)
+            for shape in shapes
+            if shape.is_decode or not spec.quantized_per_token
         ]
         missing = [program for program in programs if program not in self._programs]
         executor = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="attnd-compile")
@@ -229,8 +227,7 @@ class Pallas:
             (launch, self._programs.place({name: getattr(launch, name) for name in names}))
             for launch in plan(rows, spec.page_size, self._tuning.slots_max, decodes=decodes)
         ]
-        fuses = all(launch.shape.is_decode for launch, _ in launches) or pallas_blocks.chunk_appends(spec, self._tuning)
-        fuses = fuses and not spec.quantized_per_token
+        fuses = not spec.quantized_per_token
         fuses = fuses and not reads_what_another_writes(batch, spec.page_size, spec.num_pages)
         self._planned = _Planned(batch, spec, num_q_heads, launches, fuses_append=fuses)
         return self._planned

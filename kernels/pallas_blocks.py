@@ -80,7 +80,7 @@ def unsupported(spec: CacheSpec, tuning: Tuning) -> str | None:
             return str(error)
         return None
     shape = LaunchShape(query_block=32, num_tokens=256, num_rows=1, pages_per_seq=64)
-    features = Features(append=chunk_appends(spec, tuning), return_lse=True)
+    features = Features(append=True, return_lse=True)
     try:
         chunk_config(spec, spec.num_kv_heads, "bfloat16", shape, features, tuning)
     except UnsupportedError as error:
@@ -97,15 +97,6 @@ def serves_decode(spec: CacheSpec, num_q_heads: int, tuning: Tuning) -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-def chunk_appends(spec: CacheSpec, tuning: Tuning) -> bool:
-    """Returns whether the chunk kernel may write new tokens to their pages.
-
-    Where a page is more than one vector wide, the compiler wants copies to begin at whole tiles, so tokens must be.
-    """
-    pool = PoolShape.of(spec)
-    return pool.head_dim == LANES or 2 * pool.num_kv_heads % tuning.chip.tile_rows(spec.dtype.itemsize) == 0
 
 
 def decode_config(
@@ -162,8 +153,8 @@ def chunk_config(
         "capped": features.capped, "return_lse": features.return_lse,
         # A second copy of K in the contraction is free only where it would stand empty.
         "fold": tuning.chip.mxu_depth >= 2 * LANES,
+        "large_tiles": tuning.chip.large_tiles,
     }  # fmt: skip
-    assert not features.append or chunk_appends(spec, tuning)
     refused = ""
     for query_block, block_tokens in _chunk_blocks(spec, shape.query_block, tuning):
         try:

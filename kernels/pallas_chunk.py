@@ -20,6 +20,7 @@ from attnd.kernels import pallas_chunk_compute as compute
 from attnd.kernels import pallas_chunk_schedule as schedule
 from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_chunk_schedule import Count, Refs, Scalar, Tile
+from attnd.kernels.pallas_pool import moved
 
 _F32, _I32 = jnp.float32, jnp.int32
 # Larger windows are all alike; differences of positions with this one still fit int32.
@@ -244,11 +245,12 @@ def _scatter(
     # Indices past the pool are dropped, and distinct as promised.
     page = jnp.where(inside, page_indices[row, jnp.minimum(slot, config.pages_per_seq - 1)], config.num_pages + token)
     rows = offset[:, jnp.newaxis] * config.rows_per_token + jnp.arange(config.rows_per_token, dtype=_I32)
-    # As bits: a backend without the dtype would widen the whole pool, and might not give every NaN back.
-    bits = f"uint{8 * pool.dtype.itemsize}"
-    tokens = lax.bitcast_convert_type(new_kv, bits).reshape(-1, config.rows_per_token, config.lanes)
-    target = lax.bitcast_convert_type(pool, bits).at[page[:, jnp.newaxis], rows]
-    return lax.bitcast_convert_type(target.set(tokens, mode="drop", unique_indices=True), pool.dtype)
+
+    def scatter(pool: jax.Array, new_kv: jax.Array) -> jax.Array:
+        tokens = new_kv.reshape(-1, config.rows_per_token, config.lanes)
+        return pool.at[page[:, jnp.newaxis], rows].set(tokens, mode="drop", unique_indices=True)
+
+    return moved(scatter, pool, new_kv)
 
 
 # ---- The kernel.

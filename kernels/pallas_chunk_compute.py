@@ -33,7 +33,7 @@ _LN2 = 0.6931471805599453
 _NEVER = -(2.0**127)
 # A sum of weights above this sends a tile through its blocks again. 2**40 is 28 nats above the anchor, and leaves
 # 2**87 for the values.
-_TOTAL_MAX = 2.0**40
+TOTAL_MAX = 2.0**40
 # Rows of a bfloat16 register: the least that a store writes whole.
 _PACKED_ROWS = 16
 
@@ -47,7 +47,7 @@ def reset(refs: Refs) -> None:
 
 def overflowed(refs: Refs) -> jax.Array:
     """Returns whether a score rose so far above its anchor that the tile must run again; true for NaN, too."""
-    return jnp.logical_not(jnp.max(refs.total[...]) <= _TOTAL_MAX)
+    return jnp.logical_not(jnp.max(refs.total[...]) <= TOTAL_MAX)
 
 
 # ---- Queries and answers.

@@ -77,6 +77,7 @@ class ChunkConfig:
         fold: Whether keys of 128 lanes may be doubled to carry the scale and the anchor (see `folded`): free where
             matrix units are 256 deep (v6e, 7x), half a block's time where they are 128 deep (v4, v5e, v5p). Keys of
             64 lanes fold into their padding anywhere.
+        large_tiles: Whether a tile of memory has 16 rows of 16 bits (7x), not 8.
         windowed: There is a sliding window.
         capped: There is a soft cap.
         append: The call brings new k and v.
@@ -102,6 +103,7 @@ class ChunkConfig:
     edge_tokens: int = 128
     lag: int = 2
     fold: bool = True
+    large_tiles: bool = False
     windowed: bool = False
     capped: bool = False
     append: bool = False
@@ -193,9 +195,11 @@ class ChunkConfig:
         """Rows that a copy into the middle of a page must be a whole multiple of: whole tiles of memory.
 
         Pages of 128 lanes are contiguous, whatever their tiles; in wider ones the tiles of 8 bits are four times as
-        tall.
+        tall. Where tiles are large, copies of parts of one compile, but are said to lose what is left over.
         """
-        return SUBLANES * self.packing if self.lanes > LANES and self.packing == 4 else SUBLANES
+        if self.large_tiles or (self.lanes > LANES and self.packing == 4):
+            return SUBLANES * self.packing
+        return SUBLANES
 
     @property
     def rows_per_token(self) -> int:

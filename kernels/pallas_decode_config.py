@@ -12,7 +12,7 @@ SUBLANES: Final = 8
 NUM_BUFFERS: Final = 4
 Q_DTYPES: Final = ("float32", "bfloat16")
 KV_DTYPES: Final = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-# Room for what the compiler itself keeps in VMEM: spilled registers and operands of matrix products.
+# Least room for what the compiler itself keeps in VMEM: spilled registers and operands of matrix products.
 VMEM_RESERVE_BYTES: Final = 4 << 20
 
 
@@ -258,7 +258,9 @@ class DecodeConfig:
         row += self.append * aligned
         buffers = self.buffer_bytes + NUM_BUFFERS * self.append * aligned
         state = (2 * self.score_tiles + 3 * self.states) * tile + self.q_rows * lanes * 4
-        return self.num_rows * row + buffers + state + VMEM_RESERVE_BYTES
+        # The more operands a block has, the more of them are spilled: half of them at most, as far as was seen.
+        operands = self.block_tokens * self.rows_per_token * lanes * int(jnp.dtype(self.compute_dtype).itemsize)
+        return self.num_rows * row + buffers + state + operands // 2 + VMEM_RESERVE_BYTES
 
     @property
     def buffer_bytes(self) -> int:

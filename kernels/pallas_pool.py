@@ -13,6 +13,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Int32, Shaped
 
 from attnd.kernels.contract import CacheSpec, Layout, RaggedBatch
@@ -181,31 +182,59 @@ def _pages_axis(spec: CacheSpec) -> int:
     return 0 if spec.layout is Layout.INTERLEAVED else 2
 
 
+def moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """Returns `move` of arrays of one dtype, of which it moves values only: no bit changes, and a donated pool stays.
+
+    A CPU has no float8: it would widen the whole pool and give NaNs back as others, so there it is bits that move. A
+    TPU could not do that in place.
+    """
+
+    def as_bits(*arrays: jax.Array) -> jax.Array:
+        dtype = arrays[0].dtype
+        bits = [lax.bitcast_convert_type(array, f"uint{8 * dtype.itemsize}") for array in arrays]
+        return lax.bitcast_convert_type(move(*bits), dtype)
+
+    result: jax.Array = lax.platform_dependent(*arrays, cpu=as_bits, default=move)
+    return result
+
+
 def _write(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array, kv_pages: jax.Array) -> jax.Array:
     """Returns the pool with other pages; indices past its end write nothing."""
-    if spec.layout is Layout.INTERLEAVED:
-        kv = kv_pages.reshape(*kv_pages.shape[:2], spec.num_kv_heads, 2, spec.head_dim)
-    else:
-        kv = kv_pages.transpose(2, 3, 1, 0, 4)
-    rows = padded_heads(spec, kv, 2).reshape(len(page_indices), *pool.shape[1:])
-    return pool.at[page_indices].set(rows, mode="drop")
+
+    def write(pool: jax.Array, kv: jax.Array) -> jax.Array:
+        if spec.layout is Layout.INTERLEAVED:
+            kv = kv.reshape(*kv.shape[:2], spec.num_kv_heads, 2, spec.head_dim)
+        else:
+            kv = kv.transpose(2, 3, 1, 0, 4)
+        rows = padded_heads(spec, kv, 2).reshape(len(page_indices), *pool.shape[1:])
+        return pool.at[page_indices].set(rows, mode="drop")
+
+    return moved(write, pool, kv_pages)
 
 
 def _read(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array) -> jax.Array:
     shape = PoolShape.of(spec)
-    kv = pool[page_indices].reshape(-1, spec.page_size, shape.num_kv_heads, 2, shape.head_dim)
-    kv = kv[:, :, : spec.num_kv_heads, :, : spec.head_dim]
-    if spec.layout is Layout.INTERLEAVED:
-        return kv.reshape(spec.pages_shape(len(page_indices)))
-    return kv.transpose(3, 2, 0, 1, 4)
+
+    def read(pool: jax.Array) -> jax.Array:
+        kv = pool[page_indices].reshape(-1, spec.page_size, shape.num_kv_heads, 2, shape.head_dim)
+        kv = kv[:, :, : spec.num_kv_heads, :, : spec.head_dim]
+        if spec.layout is Layout.INTERLEAVED:
+            return kv.reshape(spec.pages_shape(len(page_indices)))
+        return kv.transpose(3, 2, 0, 1, 4)
+
+    return moved(read, pool)
 
 
 def _clear(pool: jax.Array, page_indices: jax.Array) -> jax.Array:
-    return pool.at[page_indices].set(jnp.zeros((), pool.dtype), mode="drop")
+    return moved(lambda pool: pool.at[page_indices].set(jnp.zeros((), pool.dtype), mode="drop"), pool)
 
 
 def _append(spec: CacheSpec, pool: jax.Array, page: jax.Array, offset: jax.Array, kv: jax.Array) -> jax.Array:
     """Returns the pool with new tokens; pages past its end get none."""
-    tokens = pool.reshape(spec.num_pages, spec.page_size, -1, pool.shape[-1])
-    rows = padded_heads(spec, kv, 1).reshape(len(page), *tokens.shape[2:])
-    return tokens.at[page, offset].set(rows, mode="drop").reshape(pool.shape)
+
+    def append(pool: jax.Array, kv: jax.Array) -> jax.Array:
+        tokens = pool.reshape(spec.num_pages, spec.page_size, -1, pool.shape[-1])
+        rows = padded_heads(spec, kv, 1).reshape(len(page), *tokens.shape[2:])
+        return tokens.at[page, offset].set(rows, mode="drop").reshape(pool.shape)
+
+    return moved(append, pool, kv)

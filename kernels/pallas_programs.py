@@ -50,10 +50,10 @@ class Program:
 class Programs:
     """Compiles, counts and runs programs on one device."""
 
-    def __init__(self, device: jax.Device, *, interpret: bool) -> None:
+    def __init__(self, device: jax.Device, *, interpret: pltpu.InterpretParams | bool) -> None:
         self._device = device
         self._platform = device.platform
-        self._interpret = pltpu.InterpretParams() if interpret else False
+        self._interpret = pltpu.InterpretParams() if interpret is True else interpret
         self._compiled: dict[Program, jax.stages.Compiled] = {}
 
     def __len__(self) -> int:
@@ -64,7 +64,8 @@ class Programs:
 
     def compile(self, program: Program) -> None:
         """Compiles a program. Different threads may, at the same time."""
-        self._compiled[program] = self.lower(program).compile()
+        options = interpreter_options() if self._interpret else None
+        self._compiled[program] = self.lower(program).compile(compiler_options=options)
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """Returns a program before it is compiled. The pool is donated, and is the last result."""
@@ -98,6 +99,14 @@ class Programs:
             results = compiled(pool, arguments)
             jax.block_until_ready(results)  # type: ignore[no-untyped-call]
             return results
+
+
+def interpreter_options() -> dict[str, Any]:
+    """Returns compiler options for interpret mode: its programs are large, run once, and should not be optimised."""
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    if jax.__version_info__ < (0, 11):  # XLA has lost the option since
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options
 
 
 def _donated(config: DecodeConfig | ChunkConfig) -> tuple[int, ...]:

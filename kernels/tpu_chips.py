@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Final
 
 LANES: Final = 128
-SUBLANES: Final = 8
 _MIB: Final = 1 << 20
 
 
@@ -39,10 +38,6 @@ class Chip:
     def hbm_bytes_per_cycle(self) -> float:
         """Bytes that the memory delivers in a cycle."""
         return self.hbm_bytes_per_s / self.clock_hz
-
-    def tile_rows(self, itemsize: int) -> int:
-        """Returns the rows of a tile in memory of values of so many bytes."""
-        return SUBLANES if itemsize == 2 and not self.large_tiles else SUBLANES * 4 // itemsize
 
 
 CHIPS: Final[Mapping[str, Chip]] = {

@@ -9,7 +9,6 @@ import pytest
 from attnd.kernels import pallas_blocks
 from attnd.kernels.contract import CACHE_DTYPES, CacheSpec, KernelHints, Layout, RaggedBatch
 from attnd.kernels.errors import UnsupportedError
-from attnd.kernels.pallas import Pallas
 from attnd.kernels.pallas_blocks import Features, Tuning
 from attnd.kernels.pallas_plan import LONG_TOKEN_BUCKETS, LaunchShape, launch_shapes, plan, reads_what_another_writes
 from attnd.kernels.quantization import quantize_int8
@@ -18,8 +17,10 @@ from tests.support.calls import int32
 from tests.support.cases import BY_NAME, Case
 from tests.support.checking import check_answer, run
 from tests.support.dense import dense_attention
+from tests.support.interpreting import strict_pallas
 
-# Interpreting is slow, so cases share programs; tests/kernels/test_pallas_decode and _chunk try the rest.
+# Interpreting is slow, so this is the part of the shared suite that has each feature, dtype, ratio of heads and kernel
+# once; `make test-pallas` runs all of it. Most cases share their programs.
 PLAIN = [
     "one token", "page boundaries", "first row empty", "last row empty", "row with keys but no queries",
     "shared pages", "large scores", "no padding", "zero scale", "negative scale", "k and v scales",
@@ -27,21 +28,31 @@ PLAIN = [
 ]  # fmt: skip
 APPENDED = ["page boundaries appended", "middle row empty", "float32 interleaved", "float32 split"]
 WINDOWED = ["window 1", "window 4", "window 8", "window 13", "window 2147483647"]
-PADDED_HEADS = ["9 query heads on 3"]
+DIFFERENT = [
+    "all options", "9 query heads on 3", "3 query heads on 3", "14 query heads on 2", "12 query heads on 1",
+    "head_dim 256 split", "page_size 48 interleaved",
+    "bfloat16 split", "float8_e4m3fn interleaved", "float8_e5m2 split", "int8 interleaved", "float16 queries",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def implementation():
-    return Pallas(interpret=True)
+    return strict_pallas("on_wait")
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *APPENDED, *WINDOWED, *PADDED_HEADS])
+@pytest.mark.parametrize("name", [*PLAIN, *APPENDED, *WINDOWED, *DIFFERENT])
 def test_attends_as_the_dense_formula(implementation, name):
     inputs = BY_NAME[name].build()
     attended, _ = run(implementation, inputs)
-    check_answer(inputs, attended.out, attended.lse_natural)
+    check_answer(inputs, attended.out, attended.lse_natural, implementation=implementation)
     assert attended.out.flags.writeable
     assert attended.out.flags.owndata
+
+
+def test_attends_as_the_dense_formula_when_copies_run_at_once():
+    inputs = BY_NAME["middle row empty"].build()
+    attended, _ = run(strict_pallas("eager"), inputs)
+    check_answer(inputs, attended.out, attended.lse_natural)
 
 
 @pytest.mark.parametrize("name", APPENDED)

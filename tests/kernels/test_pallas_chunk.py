@@ -59,13 +59,26 @@ def test_window_matters_to_the_token(wrong: int) -> None:
     assert Call(shape=WINDOWED, **RAGGED, options=windowed(16)).run(sliding_window=wrong).error() > 2e-2
 
 
-def test_a_window_bounds_what_is_fetched_and_computed() -> None:
-    long = Call(shape=WINDOWED, q_lens=[16], kv_lens=[125], options=windowed(32)).run()
-    short = Call(shape=WINDOWED, q_lens=[16], kv_lens=[32 + 16], options=windowed(2**30)).run()
-    block = WINDOWED.block_tokens
+@pytest.mark.parametrize(
+    ("shape", "window", "kv_len"),
+    [
+        pytest.param(WINDOWED, 32, 125, id="32_over_125"),
+        pytest.param(
+            dataclasses.replace(
+                WINDOWED, page_size=16, block_tokens=512, edge_tokens=128, kv_len_max=16_384, append=False
+            ),
+            1024,
+            16_007,
+            id="1024_over_16007",
+        ),
+    ],
+)
+def test_a_window_bounds_what_is_fetched_and_computed(shape: Shape, window: int, kv_len: int) -> None:
+    long = Call(shape=shape, q_lens=[16], kv_lens=[kv_len], options=windowed(window)).run()
+    short = Call(shape=shape, q_lens=[16], kv_lens=[window], options=windowed(2**30)).run()
     long.check(1e-2)
-    assert long.counts["fetches"] <= short.counts["fetches"] + block // WINDOWED.page_size
-    steps = block // WINDOWED.edge_tokens
+    assert long.counts["fetches"] <= short.counts["fetches"] + shape.block_tokens // shape.page_size
+    steps = shape.block_tokens // shape.edge_tokens
 
     def work(counts: dict[str, int]) -> int:
         return counts["interior_blocks"] * steps + counts["edge_steps"]
@@ -217,6 +230,19 @@ def _sees_one_more(original: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+MUTATED = Call(
+    shape=Shape(append=False, return_lse=False, num_q_heads=1, edge_tokens=32),
+    q_lens=[18],
+    kv_lens=[120],
+    options=AttentionOptions(sm_scale=SCALE),
+)
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+def test_nothing_is_wrong_before_mutation(mode: str) -> None:
+    MUTATED.run(mode).check(1e-2)
+
+
 @pytest.mark.parametrize(
     ("module", "name", "mutate", "mode"),
     [
@@ -230,8 +256,8 @@ def test_mutants_are_caught(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mutate: Callable[..., Any], mode: str
 ) -> None:
     monkeypatch.setattr(module, name, mutate(getattr(module, name)))
-    shape = Shape(append=False, return_lse=False, num_q_heads=1, edge_tokens=32)
-    answer = Call(shape=shape, q_lens=[18], kv_lens=[120], options=AttentionOptions(sm_scale=SCALE)).run(mode)
+    chunk_calls.program.cache_clear()
+    answer = MUTATED.run(mode)
     chunk_calls.program.cache_clear()
     assert answer.raced or answer.error() > 2e-2
 

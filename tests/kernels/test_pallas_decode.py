@@ -20,7 +20,7 @@ from attnd.kernels.pallas_decode_config import DecodeConfig
 from attnd.kernels.pallas_decode_items import Copies, Item, Items
 from attnd.kernels.pallas_words import Ref
 from attnd.kernels.reference import Reference
-from tests.support.interpreting import jit_quickly
+from tests.support.interpreting import counted_copies, jit_quickly
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,16 @@ def test_a_window_costs_what_its_tokens_cost() -> None:
     assert sum(int(item.tokens) for item in items) < 1024 + 16
 
 
+def test_a_window_fetches_what_its_tokens_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    for case in (Case((16_007,), sliding_window=1024), Case((1024,))):
+        with counted_copies(monkeypatch) as copies:
+            assert faults(replace(case, block_tokens=512), "on_wait") == []
+        started.append(len(copies))
+    assert started[1] >= 1024 // 16
+    assert started[0] <= started[1] + 512 // 16
+
+
 def test_reads_and_writes_words_by_the_twin() -> None:
     values = np.random.default_rng(0).standard_normal((128, 128)).astype(jnp.bfloat16)
 
@@ -314,8 +324,14 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
+MUTATED = Case((180, 70, 300), append=False, sliding_window=140, soft_cap=3.0)
+
+
+def test_nothing_is_wrong_before_mutation() -> None:
+    assert faults(MUTATED, "eager") == []
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_notices_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTATIONS[name](monkeypatch)
-    case = Case((180, 70, 300), append=False, sliding_window=140, soft_cap=3.0)
-    assert faults(case, "eager") != []
+    assert faults(MUTATED, "eager") != []

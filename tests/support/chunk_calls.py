@@ -4,7 +4,6 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -17,6 +16,7 @@ from attnd.kernels.pallas_chunk import chunk_counted
 from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_chunk_schedule import Count
 from attnd.kernels.reference import Reference
+from tests.support.interpreting import jit_quickly
 
 # Room of every batch: calls of one shape share a program.
 TOKENS, ROWS, SLOTS = 48, 5, 16
@@ -46,15 +46,18 @@ class Shape:
     capped: bool = False
     append: bool = True
     return_lse: bool = True
+    kv_len_max: int = SLOTS * 8
 
     @property
     def num_pages(self) -> int:
-        return 2 * ROWS * SLOTS * 8 // self.page_size
+        return 2 * max(ROWS * SLOTS * 8, self.kv_len_max) // self.page_size
 
     def config(self) -> ChunkConfig:
+        fields = dict(self.__dict__)
+        pages_per_seq = max(1, fields.pop("kv_len_max") // self.page_size)
         return ChunkConfig(
-            num_tokens=TOKENS, num_rows=ROWS, num_pages=self.num_pages,
-            pages_per_seq=max(1, SLOTS * 8 // self.page_size), counted=True, **self.__dict__,
+            num_tokens=TOKENS, num_rows=ROWS, num_pages=self.num_pages, pages_per_seq=pages_per_seq, counted=True,
+            **fields,
         )  # fmt: skip
 
 
@@ -65,7 +68,7 @@ def program(config: ChunkConfig, mode: str) -> Any:
     def call(*arrays: Any, **options: Any) -> Any:
         return chunk_counted(config, *arrays, interpret=params, **options)
 
-    return jax.jit(call)
+    return jit_quickly(call)
 
 
 @dataclass(kw_only=True)

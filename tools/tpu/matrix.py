@@ -8,7 +8,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain, combinations
 from typing import Any, Final
 
@@ -93,14 +93,7 @@ class Case:
         """Returns the kernel's config."""
         make = pallas_blocks.decode_config if self.kernel == "decode" else pallas_blocks.chunk_config
         shape = self.shape or SHAPES[self.kernel]
-        return make(self.spec, self.heads[0], self.q_dtype, shape, self.used, tuning)
-
-    @property
-    def used(self) -> Features:
-        """The features, without what the server does by another program."""
-        appends = self.kernel == "decode" or pallas_blocks.chunk_appends(self.spec, Tuning(chip=CHIPS[self.generation]))
-        wanted = FEATURES[self.features]
-        return replace(wanted, append=wanted.append and appends)
+        return make(self.spec, self.heads[0], self.q_dtype, shape, FEATURES[self.features], tuning)
 
 
 def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -145,6 +138,22 @@ def limits(generation: str) -> Iterator[Case]:
         yield Case(**base, kernel="long", shape=shape)
 
 
+def wide(generation: str) -> Iterator[Case]:
+    """Yields cases whose rows are wider than a vector, at both sides of what the compiler loads and copies of them."""
+    base: dict[str, Any] = {"head_dim": 256, "generation": generation, "q_dtype": "bfloat16"}
+    for kernel, heads, page_size, kv_dtype, features in (
+        ("decode", (32, 8), 16, "float32", "append"),  # no strided loads
+        ("decode", (8, 1), 8, "int8", "append"),  # half a tile a page
+        ("decode", (8, 1), 16, "int8", "append"),
+        ("decode", (8, 1), 8, "bfloat16", "append"),
+        ("long", (4, 4), 16, "bfloat16", "append"),  # a token is a tile, on 7x half of one
+        ("long", (8, 1), 16, "bfloat16", "append"),  # a quarter
+        ("short", (8, 1), 8, "int8", "none"),  # half a tile a page
+        ("short", (16, 8), 16, "int8", "append"),
+    ):
+        yield Case(**base, kernel=kernel, heads=heads, page_size=page_size, kv_dtype=kv_dtype, features=features)
+
+
 def program_arguments(case: Case, *, refused: bool) -> dict[str, Any]:
     """Returns what the child needs to build a case's program; a refused one is built all the same."""
     return {
@@ -152,7 +161,7 @@ def program_arguments(case: Case, *, refused: bool) -> dict[str, Any]:
         "num_q_heads": case.heads[0],
         "q_dtype": case.q_dtype,
         "shape": asdict(case.shape or SHAPES[case.kernel]),
-        "features": asdict(case.used),
+        "features": asdict(FEATURES[case.features]),
         "generation": case.generation,
         "limits": not refused,
     }
@@ -200,6 +209,7 @@ def main() -> None:
         cases = cases[:SHORT]
     else:
         cases += [case for generation in ("v6e", "v5e") for case in limits(generation)]
+        cases += [case for generation in ("v6e", "v5e", "tpu7x") for case in wide(generation)]
     cases = [case for case in cases if case.generation in arguments.generations]
     if arguments.list:
         for case in cases:
