@@ -1,6 +1,6 @@
-"""What a decode batch costs: the passes of our kernel over real lengths, each at the cycles of its path.
+"""What work of real lengths costs, each path at its cycles: a decode batch, and a tile of the chunk kernel.
 
-The kernel walks blocks of rows; a pass works on two neighbouring blocks and costs what the larger of them needs.
+The decode kernel walks blocks of rows; a pass works on two neighbouring blocks and costs what the larger of them needs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_decode_config import DecodeConfig
 from tools.tpu.schedule import Loop, Schedule
 
@@ -40,6 +41,9 @@ class PassCosts:
 
         The code stands in this order: the fast pass, the fetch of a full block, that of any other, and a masked pass
         for each size behind the clearing of its block.
+
+        Raises:
+            LookupError: The compiler has arranged it otherwise.
         """
         loop = schedule.main_loop()
         assert loop is not None
@@ -51,19 +55,21 @@ class PassCosts:
         masked = [schedule.cheapest(loop, through=line.start) for line in masked_lines]
         inner = [one for one in schedule.loops() if loop.start < one.start and one.end < loop.end]
         blocks = schedule.blocks(loop)
-        fetch = next(
-            block
+        # The compiler may have put a short one into its neighbours, under predicates: then it costs nothing more.
+        fetches = (
+            block.end - block.start
             for block in blocks
             if block.start > fast_line.start
             and schedule.cost(block.start, block.end).dma_starts == config.strips_per_block
         )
         single = [block for block in blocks if schedule.cost(block.start, block.end).dma_starts == 1]
         single = [block for block in single if not any(one.start == block.start for one in inner)]
-        assert fast is not None
+        if fast is None:
+            raise LookupError("no pass through the schedule does a full block's work")
         return cls(
             fast=fast.cycles,
             masked=tuple(cost.cycles for cost in masked if cost is not None),
-            fetch_full=fetch.end - fetch.start,
+            fetch_full=next(fetches, 0),
             fetch_strip=_cycles(inner[0]),
             clear_group=_cycles(inner[1]),
             row=sum(block.end - block.start for block in single),
@@ -87,6 +93,34 @@ def batch_cycles(config: DecodeConfig, costs: PassCosts, kv_lens: Sequence[int])
     return int(total)
 
 
+def interior_cycles(schedule: Schedule, config: ChunkConfig) -> int:
+    """Returns the cycles of a full block of the chunk kernel that no mask touches."""
+    loop = schedule.main_loop()
+    assert loop is not None
+    matmuls = int(schedule.longest_line(loop).matmuls * 0.9)  # the last block of a tile does a little more
+    cost = schedule.cheapest(loop, dma_starts=config.fetches_per_block, matmuls=matmuls)
+    assert cost is not None
+    return cost.cycles
+
+
+def tile_cycles(schedule: Schedule, config: ChunkConfig, context: int) -> int:
+    """Returns the cycles of a tile of the chunk kernel at the end of `context` tokens, whole blocks of them.
+
+    The last block takes edge steps, the others are interior.
+    """
+    main = schedule.main_loop()
+    assert main is not None
+    loops = schedule.loops()
+    outer = min((one for one in loops if _inside(main, one)), key=_cycles)
+    nested = [one for one in loops if _inside(one, outer)]
+    once = _cycles(outer) - sum(_cycles(one) for one in nested if not any(_inside(one, two) for two in nested))
+    step = max(
+        (one for one in nested if _inside(one, main)), key=lambda one: schedule.count("matmuls", one.start, one.end)
+    )
+    interior = (context // config.block_tokens - 1) * interior_cycles(schedule, config)
+    return interior + config.block_tokens // config.edge_tokens * _cycles(step) + once
+
+
 def _blocks(config: DecodeConfig, left: int) -> Iterator[int]:
     """Yields the tokens of a row's blocks, as `pallas_decode_items.Items.tokens` cuts them."""
     full, unit = config.block_tokens, config.split_tokens
@@ -99,3 +133,7 @@ def _blocks(config: DecodeConfig, left: int) -> Iterator[int]:
 
 def _cycles(loop: Loop) -> int:
     return loop.end - loop.start
+
+
+def _inside(inner: Loop, outer: Loop) -> bool:
+    return inner != outer and outer.start <= inner.start and inner.end <= outer.end

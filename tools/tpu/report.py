@@ -12,11 +12,16 @@ from typing import Any, Final
 
 import numpy as np
 
+from attnd.kernels import pallas_blocks
+from attnd.kernels.contract import CACHE_DTYPES, CacheSpec, Layout
+from attnd.kernels.pallas_blocks import Features, Tuning
+from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_decode_config import DecodeConfig
+from attnd.kernels.pallas_plan import LaunchShape
 from attnd.kernels.tpu_chips import CHIPS
 from tools.tpu.compiler import Compiled, Compiler
-from tools.tpu.passes import PassCosts, batch_cycles
-from tools.tpu.schedule import Loop, Schedule
+from tools.tpu.passes import PassCosts, batch_cycles, tile_cycles
+from tools.tpu.schedule import Schedule
 from tools.tpu.shapes import LLAMA
 
 TARGETS_DECODE: Final[Mapping[str, float]] = {"v6e": 1.9, "v5e": 1.8, "tpu7x": 1.95}
@@ -52,8 +57,8 @@ class Subject:
     share: float = 1.0
 
 
-def decode_subjects(block_tokens: int) -> Iterator[Subject]:
-    """Yields the decode programs."""
+def decode_subjects(generation: str, block_tokens: int | None) -> Iterator[Subject]:
+    """Yields the decode programs; ours have the server's block size unless told otherwise."""
     for pages, queries in ((8, 32), (32, 8), (64, 8)):
         yield Subject(
             label=f"page 16   JAX ragged, {pages} pages x {queries} queries",
@@ -71,12 +76,14 @@ def decode_subjects(block_tokens: int) -> Iterator[Subject]:
             arguments={}, tokens=1024, copies=8,
         )  # fmt: skip
     for page_size in (16, 128):
-        yield _own_decode(f"page {page_size:<4} attnd, append", block_tokens, {"page_size": page_size})
+        size = block_tokens or server_sizes(generation, page_size)[0]
+        yield _own_decode(f"page {page_size:<4} attnd, append", size, {"page_size": page_size})
     for name, features in (
         ("append, soft cap", {"capped": True}), ("append, window", {"windowed": True}),
         ("append, lse", {"return_lse": True}),
     ):  # fmt: skip
-        yield _own_decode(f"page 16   attnd, {name}", block_tokens, features)
+        size = block_tokens or server_sizes(generation, 16)[0]
+        yield _own_decode(f"page 16   attnd, {name}", size, features)
 
 
 def _own_decode(label: str, block_tokens: int, changes: Mapping[str, Any]) -> Subject:
@@ -86,6 +93,21 @@ def _own_decode(label: str, block_tokens: int, changes: Mapping[str, Any]) -> Su
         label=label, program="tools.tpu.own:decode", arguments=arguments | dict(changes),
         tokens=block_tokens, copies=block_tokens // page_size,
     )  # fmt: skip
+
+
+def server_sizes(generation: str, page_size: int) -> tuple[int, int]:
+    """Returns the block sizes of decode and chunk kernel that a server chooses for Llama 3 8B."""
+    spec = CacheSpec(
+        layout=Layout.INTERLEAVED, num_layers=1, num_pages=65536 // page_size, page_size=page_size, num_kv_heads=8,
+        head_dim=128, dtype=CACHE_DTYPES["bfloat16"],
+    )  # fmt: skip
+    features, tuning = Features(append=True), Tuning(chip=CHIPS[generation])
+    rows = LaunchShape(query_block=1, num_tokens=64, num_rows=64, pages_per_seq=64)
+    tiles = LaunchShape(query_block=128, num_tokens=512, num_rows=8, pages_per_seq=64)
+    return (
+        pallas_blocks.decode_config(spec, 32, "bfloat16", rows, features, tuning).block_tokens,
+        pallas_blocks.chunk_config(spec, 32, "bfloat16", tiles, features, tuning).block_tokens,
+    )
 
 
 def prefill_subjects(generation: str) -> Iterator[Subject]:
@@ -101,11 +123,12 @@ def prefill_subjects(generation: str) -> Iterator[Subject]:
             arguments={"num_tokens": 4096, "num_seqs": 1}, tokens=512, copies=4,
         )  # fmt: skip
     for page_size in (16, 128):
+        size = server_sizes(generation, page_size)[1]
         yield Subject(
             label=f"page {page_size:<4} attnd", program="tools.tpu.own:chunk",
             arguments={"page_size": page_size, "num_pages": 65536 // page_size, "pages_per_seq": 4096 // page_size}
-            | {"fold": CHIPS[generation].mxu_depth == 256},
-            tokens=512, copies=512 // page_size, share=0.9,
+            | {"fold": CHIPS[generation].mxu_depth == 256, "block_tokens": size},
+            tokens=size, copies=size // page_size, share=0.9,
         )  # fmt: skip
 
 
@@ -119,27 +142,14 @@ def cycles_of(subject: Subject, schedule: Schedule) -> int | None:
     return None if cost is None else cost.cycles * subject.times
 
 
-def tile_rate(schedule: Schedule, interior: int) -> float:
-    """Returns the rate of a whole tile of our chunk kernel at the end of 4,096 tokens, in units of the interior's."""
-    main = schedule.main_loop()
-    assert main is not None
-    loops = schedule.loops()
-    outer = min((one for one in loops if _inside(main, one)), key=_cycles)
-    nested = [one for one in loops if _inside(one, outer)]
-    once = _cycles(outer) - sum(_cycles(one) for one in nested if not any(_inside(one, two) for two in nested))
-    step = max((one for one in nested if _inside(one, main)), key=lambda one: schedule.count("matmuls", *_span(one)))
-    blocks, edge_steps = TILE_CONTEXT // KV_TOKENS, KV_TOKENS // 128
-    return blocks * interior / ((blocks - 1) * interior + edge_steps * _cycles(step) + once)
-
-
-def show_decode(compiler: Compiler, block_tokens: int, match: str) -> None:
+def show_decode(compiler: Compiler, block_tokens: int | None, match: str) -> None:
     """Prints the decode table of a generation."""
     chip = CHIPS[compiler.generation]
     limit = TOKEN_BYTES / chip.hbm_bytes_per_cycle
     target = TARGETS_DECODE.get(chip.generation)
     print(f"\n{chip.generation}: decode, cycles per KV token" + (f" (target {target})" if target else ""))
     print(f"  {limit:7.2f}  HBM limit")
-    for subject in decode_subjects(block_tokens):
+    for subject in decode_subjects(compiler.generation, block_tokens):
         if match not in subject.label:
             continue
         compiled = compiler.compile(subject.program, dict(subject.arguments))
@@ -154,6 +164,7 @@ def show_decode(compiler: Compiler, block_tokens: int, match: str) -> None:
             times = total / (limit * sum(kv_lens))
             print(
                 f"           64 sequences of 100 to 2,000 tokens: {times:.2f} x their HBM time (target {TARGET_BATCH})"
+                f", in blocks of {config.block_tokens}"
             )
 
 
@@ -174,7 +185,9 @@ def show_prefill(compiler: Compiler, match: str) -> None:
             flush=True,
         )
         if isinstance(cycles, int) and "attnd" in subject.label:
-            rate = tile_rate(compiled.schedules[0], cycles)
+            config = ChunkConfig(**LLAMA | {"num_rows": 8, "num_tokens": 1024, "append": True} | subject.arguments)
+            whole = tile_cycles(compiled.schedules[0], config, TILE_CONTEXT)
+            rate = TILE_CONTEXT // subject.tokens * cycles / whole
             print(
                 f"           a whole tile at {TILE_CONTEXT} tokens: {rate:.0%} of this rate (target {TARGET_TILE:.0%})"
             )
@@ -187,23 +200,11 @@ def _cycles_or_reason(subject: Subject, compiled: Compiled) -> int | str:
     return f"{'?':>7}" if cycles is None else cycles
 
 
-def _inside(inner: Loop, outer: Loop) -> bool:
-    return inner != outer and outer.start <= inner.start and inner.end <= outer.end
-
-
-def _cycles(loop: Loop) -> int:
-    return loop.end - loop.start
-
-
-def _span(loop: Loop) -> tuple[int, int]:
-    return loop.start, loop.end
-
-
 def main() -> None:
     """Prints the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("generations", nargs="*", default=["v6e", "v5e", "tpu7x"], help=f"of {', '.join(CHIPS)}")
-    parser.add_argument("--block-tokens", type=int, default=1024, help="KV tokens of a block of our decode kernel")
+    parser.add_argument("--block-tokens", type=int, help="KV tokens of a block of our decode kernel; else the server's")
     parser.add_argument("--only", choices=("decode", "prefill"))
     parser.add_argument("--match", default="", help="part of the name of the kernels to show: attnd, flywheel, JAX")
     arguments = parser.parse_args()
