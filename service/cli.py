@@ -28,7 +28,7 @@ def serve(
     host: Annotated[str, typer.Option(envvar="ATTND_HOST", help="Address to listen on.")] = _DEFAULTS.host,
     port: Annotated[int, typer.Option(envvar="ATTND_PORT", help="Port; 0 picks a free one.")] = _DEFAULTS.port,
     implementation: Annotated[
-        str, typer.Option(envvar="ATTND_IMPLEMENTATION", help="Kernels: auto, xla or reference.")
+        str, typer.Option(envvar="ATTND_IMPLEMENTATION", help="Kernels: auto, or a name that `attnd info` lists.")
     ] = _DEFAULTS.implementation,
     warm_up: Annotated[
         bool, typer.Option(envvar="ATTND_WARM_UP", help="Compile all programs at the first call, not one by one.")
