@@ -50,7 +50,7 @@ $(BENCH_VENV)/ready: pyproject.toml
 	$(BENCH_VENV)/bin/python -m pip install --quiet --editable '.[cpu]' torch==2.13.0
 	touch $@
 
-bench: $(BENCH_VENV)/ready ## Measures everything side by side, in about 8 minutes on 2 quiet cores (SECTIONS="attention rpc").
+bench: $(BENCH_VENV)/ready ## Measures everything side by side, in about 8 minutes on 2 cores (SECTIONS="attention rpc").
 	$(BENCH_VENV)/bin/python -m benchmarks $(SECTIONS)
 
 # The demonstration. Everything but the generated text goes to stderr.
