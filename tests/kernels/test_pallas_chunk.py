@@ -14,6 +14,7 @@ from attnd.kernels.errors import UnsupportedError
 from attnd.kernels.pallas_chunk_config import ChunkConfig
 from tests.support import chunk_calls
 from tests.support.chunk_calls import Call, Shape
+from tests.support.interpreting import RaceDetected
 
 SCALE = 128**-0.5
 LSE = AttentionOptions(sm_scale=SCALE, return_lse=True)
@@ -257,9 +258,12 @@ def test_mutants_are_caught(
 ) -> None:
     monkeypatch.setattr(module, name, mutate(getattr(module, name)))
     chunk_calls.program.cache_clear()
-    answer = MUTATED.run(mode)
-    chunk_calls.program.cache_clear()
-    assert answer.raced or answer.error() > 2e-2
+    try:
+        assert MUTATED.run(mode).error() > 2e-2
+    except RaceDetected:
+        pass
+    finally:
+        chunk_calls.program.cache_clear()
 
 
 def test_refuses_what_it_cannot_serve() -> None:

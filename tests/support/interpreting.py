@@ -32,12 +32,28 @@ def strict_pallas(dma_mode: str) -> Pallas:
     return implementation
 
 
+class RaceDetected(AssertionError):
+    """An interpreted kernel read what a copy may still be writing, or wrote what one may still be reading."""
+
+
+@contextmanager
+def without_races() -> Iterator[None]:
+    """Raises RaceDetected if a launch inside has a race. What is launched must have ended before the block does."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:  # Newer versions of jax stop at the race, older ones note it.
+        if "RACE DETECTED" in str(error):
+            raise RaceDetected from error
+        raise
+    assert interpret_pallas_call.races is not None
+    if interpret_pallas_call.races.races_found:
+        raise RaceDetected
+
+
 class _WithoutRaces(Programs):
     def run(self, program: Program, pool: Any, arguments: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        results = super().run(program, pool, arguments)
-        assert interpret_pallas_call.races is not None
-        assert not interpret_pallas_call.races.races_found
-        return results
+        with without_races():
+            return jax.block_until_ready(super().run(program, pool, arguments))
 
 
 @contextmanager
