@@ -297,6 +297,20 @@ class Implementation(Protocol[PagesT]):
         """Zeroes pages in every layer."""
         ...
 
+    def copy(self, pages: PagesT, sources: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, " n"]) -> None:
+        """Overwrites each page of `targets` with the page of `sources` at its place, in every layer.
+
+        Args:
+            pages: The cache's pages, changed in place.
+            sources: Page ids; may repeat.
+            targets: Distinct page ids, none of them a source.
+        """
+        ...
+
+    def poison(self, pages: PagesT, page: int) -> None:
+        """Fills a page, in every layer, with what shows in any answer that it reaches: NaN where there is one."""
+        ...
+
     def warm_up(self, spec: CacheSpec, num_q_heads: int, on_progress: Callable[[int, int], None] | None = None) -> int:
         """Compiles every program that calls with `num_q_heads` can need; returns how many were new.
 

@@ -98,6 +98,14 @@ class HostPages:
         for scales in self.scales:
             scales[:, :, page_indices] = 0
 
+    def copy(self, sources: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, " n"]) -> None:
+        """Copies pages over others in every layer."""
+        for bits in (*self.bits, *self.scales):
+            if self.spec.layout is Layout.INTERLEAVED:
+                bits[targets] = bits[sources]
+            else:
+                bits[:, :, targets] = bits[:, :, sources]
+
     def append(
         self,
         layer: int,

@@ -150,6 +150,14 @@ class JaxOps:
             for layer, array in enumerate(arrays):
                 arrays[layer] = self._clear(pages.spec, array, page_indices)
 
+    def copy(self, pages: JaxPages, sources: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, " n"]) -> None:
+        """Copies pages over others in every layer."""
+        for layer in range(pages.spec.num_layers):
+            self.write(pages, layer, targets, *self.read(pages, layer, sources))
+
+    def poison(self, pages: JaxPages, page: int) -> None:
+        """Leaves the page as it is: these kernels read unused table slots and mask scores only, so NaN would spread."""
+
     def warm_up(
         self,
         spec: CacheSpec,  # noqa: ARG002 - part of the protocol

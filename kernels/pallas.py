@@ -29,6 +29,7 @@ from attnd.kernels.pallas_plan import Launch, LaunchShape, launch_shapes, plan, 
 from attnd.kernels.pallas_pool import PageMover, PallasPages
 from attnd.kernels.pallas_programs import Program, Programs, arguments_of, features_of
 from attnd.kernels.pallas_quantized import QuantizedMover, QuantizedPages, rows_of_tokens
+from attnd.kernels.stored import poison
 from attnd.kernels.tpu_chips import CHIPS, chip_of
 
 COMPILE_TIMEOUT_S: Final = 900.0
@@ -124,6 +125,17 @@ class Pallas:
             self._mover.clear(pages, page_indices)
         else:
             self._quantized.clear(pages, page_indices)
+
+    def copy(self, pages: AnyPages, sources: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, " n"]) -> None:
+        """Copies pages over others in every layer."""
+        if isinstance(pages, PallasPages):
+            self._mover.copy(pages, sources, targets)
+        else:
+            self._quantized.copy(pages, sources, targets)
+
+    def poison(self, pages: AnyPages, page: int) -> None:
+        """Fills a page with NaN in every layer."""
+        poison(self, pages, page)
 
     def warm_up(self, spec: CacheSpec, num_q_heads: int, on_progress: Callable[[int, int], None] | None = None) -> int:
         """Compiles the programs that calls with `num_q_heads` bfloat16 or float32 queries and new tokens can need.

@@ -77,12 +77,13 @@ class PageMover:
         self._write = jax.jit(_write, static_argnums=0, donate_argnums=1)
         self._read = jax.jit(_read, static_argnums=0)
         self._clear = jax.jit(_clear, donate_argnums=0)
+        self._copy = jax.jit(_copy, donate_argnums=0)
         self._append = jax.jit(_append, static_argnums=0, donate_argnums=1)
 
     @property
     def num_compiled_programs(self) -> int:
         """Programs compiled so far."""
-        programs: tuple[Any, ...] = (self._write, self._read, self._clear, self._append)
+        programs: tuple[Any, ...] = (self._write, self._read, self._clear, self._copy, self._append)
         return sum(program._cache_size() for program in programs)  # noqa: SLF001 - JAX has no other count
 
     def allocate(self, spec: CacheSpec) -> PallasPages:
@@ -128,6 +129,17 @@ class PageMover:
                 pages.pools[layer] = self._clear(pages.pools[layer], indices)
 
             in_buckets(page_indices, pages.spec.num_pages, PAGE_BUCKETS, clear)
+
+    def copy(self, pages: PallasPages, sources: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, " n"]) -> None:
+        """Copies pages over others in every layer."""
+        for layer in range(len(pages.pools)):
+
+            def copy(indices: np.ndarray, part: slice, layer: int = layer) -> None:
+                originals = np.zeros(len(indices), np.int32)
+                originals[: part.stop - part.start] = sources[part]
+                pages.pools[layer] = self._copy(pages.pools[layer], originals, indices)
+
+            in_buckets(targets, pages.spec.num_pages, PAGE_BUCKETS, copy)
 
     def append(
         self,
@@ -227,6 +239,10 @@ def _read(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array) -> jax.Arra
 
 def _clear(pool: jax.Array, page_indices: jax.Array) -> jax.Array:
     return moved(lambda pool: pool.at[page_indices].set(jnp.zeros((), pool.dtype), mode="drop"), pool)
+
+
+def _copy(pool: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    return moved(lambda pool: pool.at[targets].set(pool[sources], mode="drop"), pool)
 
 
 def _append(spec: CacheSpec, pool: jax.Array, page: jax.Array, offset: jax.Array, kv: jax.Array) -> jax.Array:

@@ -96,6 +96,11 @@ class QuantizedMover:
         for layer in range(spec.num_layers):
             self.write(pages, layer, page_indices, zeros, np.zeros(spec.scales_shape(len(page_indices)), np.float32))
 
+    def copy(self, pages: QuantizedPages, sources: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, " n"]) -> None:
+        """Copies pages over others in every layer."""
+        for layer in range(pages.spec.num_layers):
+            self.write(pages, layer, targets, *self.read(pages, layer, sources))
+
     def append(
         self,
         pages: QuantizedPages,

@@ -17,6 +17,7 @@ from attnd.kernels.contract import (
 )
 from attnd.kernels.host_pages import HostPages
 from attnd.kernels.quantization import dequantize_int8
+from attnd.kernels.stored import poison
 
 
 class Reference:
@@ -53,6 +54,14 @@ class Reference:
     def clear(self, pages: HostPages, page_indices: Int32[np.ndarray, " n"]) -> None:
         """Zeroes pages in every layer."""
         pages.clear(page_indices)
+
+    def copy(self, pages: HostPages, sources: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, " n"]) -> None:
+        """Copies pages over others in every layer."""
+        pages.copy(sources, targets)
+
+    def poison(self, pages: HostPages, page: int) -> None:
+        """Fills a page with NaN in every layer."""
+        poison(self, pages, page)
 
     def warm_up(
         self,

@@ -27,6 +27,16 @@ def stored(
     return cast, scales
 
 
+def poison(implementation: Implementation[Any], pages: Any, page: int) -> None:
+    """Fills a page, in every layer, with NaN; with its scales NaN, or the lowest integer, where there is none."""
+    spec: CacheSpec = pages.spec
+    integers = spec.dtype == np.int8
+    kv_pages = np.full(spec.pages_shape(1), np.iinfo(np.int8).min if integers else np.nan, np.float32)
+    scales = np.full(spec.scales_shape(1), np.nan, np.float32) if spec.quantized_per_token else None
+    for layer in range(spec.num_layers):
+        implementation.write(pages, layer, np.array([page], np.int32), kv_pages.astype(spec.dtype), scales)
+
+
 def first_difference(
     implementation: Implementation[Any],
     pages: Any,

@@ -12,6 +12,7 @@ from jaxtyping import Float, Float32, Int32, Shaped
 
 from attnd.kernels.contract import Attended, AttentionOptions, CacheSpec, KernelHints, KernelTimings, RaggedBatch
 from attnd.kernels.host_pages import HostPages
+from attnd.kernels.stored import poison
 from attnd.kernels.xla_kernel import Pool, ProgramShape
 from attnd.kernels.xla_programs import BUCKETS, Program, alias_pages, program_shape
 from attnd.kernels.xla_results import Results
@@ -98,6 +99,14 @@ class Xla:
     def clear(self, pages: XlaPages, page_indices: Int32[np.ndarray, " n"]) -> None:
         """Zeroes pages in every layer."""
         pages.host.clear(page_indices)
+
+    def copy(self, pages: XlaPages, sources: Int32[np.ndarray, " n"], targets: Int32[np.ndarray, " n"]) -> None:
+        """Copies pages over others in every layer."""
+        pages.host.copy(sources, targets)
+
+    def poison(self, pages: XlaPages, page: int) -> None:
+        """Fills a page with NaN in every layer."""
+        poison(self, pages, page)
 
     def warm_up(self, spec: CacheSpec, num_q_heads: int, on_progress: Callable[[int, int], None] | None = None) -> int:
         """Compiles every program that calls with `num_q_heads` can need; returns how many were new.

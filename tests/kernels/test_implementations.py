@@ -101,6 +101,36 @@ def test_written_pages_read_back_bit_for_bit_and_clear_to_zero(implementation, n
     assert implementation.read(pages, 1, some[1:])[0].tobytes() == inputs.pages.take(some[1:], axis).tobytes()
 
 
+@pytest.mark.parametrize("name", ["float32 interleaved", "bfloat16 split", "int8 split"])
+def test_copied_pages_are_the_same_bit_for_bit_in_every_layer_and_nothing_else_changes(implementation, name):
+    inputs = BY_NAME[name].build()
+    pages = implementation.allocate(inputs.spec)
+    every_page = np.arange(inputs.spec.num_pages, dtype=np.int32)
+    axis = 0 if inputs.spec.layout is Layout.INTERLEAVED else 2
+    for layer in range(inputs.spec.num_layers):
+        implementation.write(pages, layer, every_page, inputs.pages, inputs.scales)
+    sources, targets = np.array([4, 4, 2], np.int32), np.array([9, 0, 3], np.int32)
+    implementation.copy(pages, sources, targets)
+    origins = every_page.copy()
+    origins[targets] = sources
+    for layer in range(inputs.spec.num_layers):
+        held, scales = implementation.read(pages, layer, every_page)
+        assert held.tobytes() == inputs.pages.take(origins, axis).tobytes()
+        if inputs.scales is not None:
+            assert scales.tobytes() == inputs.scales.take(origins, axis).tobytes()
+
+
+@pytest.mark.parametrize("name", ["float32 interleaved", "bfloat16 split", "int8 split"])
+def test_a_poisoned_page_would_show_in_any_answer(implementation, name):
+    inputs = BY_NAME[name].build()
+    pages = implementation.allocate(inputs.spec)
+    implementation.poison(pages, 2)
+    for layer in range(inputs.spec.num_layers):
+        held, scales = implementation.read(pages, layer, np.array([2], np.int32))
+        assert np.isnan((held if scales is None else scales).astype(np.float32)).all()
+        assert not np.any(implementation.read(pages, layer, np.array([1, 3], np.int32))[0])
+
+
 def test_lse_comes_only_when_asked_for(implementation):
     inputs = BY_NAME["page boundaries"].build()
     attended, _ = run(implementation, inputs, dataclasses.replace(inputs.options, return_lse=False))
