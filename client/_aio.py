@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from attnd.client import _attention, _caches, _steps
 from attnd.client._calls import METHODS, CacheHandle, Call, SequenceHandle, public
-from attnd.client._channel import CHANNEL_OPTIONS, Settings
+from attnd.client._channel import CHANNEL_OPTIONS, Settings, tenant_metadata
 from attnd.client._core import Core, Sending
 from attnd.client._errors import FailedPreconditionError
 from attnd.client._info import CacheInfo, CallRecord
@@ -183,6 +183,7 @@ class AsyncCache(CacheHandle):
     create_sequences = _awaited(_caches.create_sequences, _sequences)
     list_sequences = _awaited(_caches.list_sequences)
     release_sequences = _awaited(_caches.release_sequences)
+    keep_alive = _awaited(_caches.keep_alive)
     delete = _awaited(_caches.delete_cache)
 
 
@@ -196,6 +197,8 @@ class AsyncClient:
         address: `HOST:PORT`, or a gRPC target such as `unix:/run/attnd.sock`.
         timeout_s: Seconds that a call may take unless it says so itself. None: as long as it takes.
         credentials: TLS credentials, as from `grpc.ssl_channel_credentials`. None: plain text.
+        tenant: Whose caches it sees, where the server tells tenants by name rather than by certificate: 0 to 128 of
+            A-Z a-z 0-9 . _ -.
         metadata: Pairs to send with every call, such as an authorization.
         on_call: Told of every answered call by a `CallRecord`, before the call returns.
 
@@ -209,6 +212,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = 30.0,
         credentials: grpc.ChannelCredentials | None = None,
+        tenant: str = "",
         metadata: Iterable[tuple[str, str | bytes]] = (),
         on_call: Callable[[CallRecord], object] | None = None,
     ) -> None:
@@ -217,7 +221,7 @@ class AsyncClient:
                 address=address,
                 timeout_s=timeout_s,
                 credentials=credentials,
-                metadata=tuple(metadata),
+                metadata=(*tenant_metadata(tenant), *metadata),
                 on_call=on_call,
             )
         )

@@ -7,7 +7,7 @@ Each function is a public method of the clients, its first argument the object t
 from __future__ import annotations  # help() shows names, not what ArrayLike stands for
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, SupportsIndex
+from typing import Any, Final, SupportsFloat, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +96,7 @@ def get_cache(client: object, name: str) -> Call[CacheInfo]:  # noqa: ARG001
 
 
 def list_caches(client: object) -> Call[list[CacheInfo]]:  # noqa: ARG001
-    """Returns all caches of the server, ordered by name."""
+    """Returns all caches of the tenant, ordered by name."""
     return Call(
         method="ListCaches",
         request=cache_pb2.ListCachesRequest(),
@@ -188,19 +188,25 @@ def read_pages(
     )
 
 
-def create_sequences(cache: CacheHandle, num_sequences: SupportsIndex) -> Call[list[bytes]]:
+def create_sequences(
+    cache: CacheHandle, num_sequences: SupportsIndex, *, lease_s: SupportsFloat | None = None
+) -> Call[list[bytes]]:
     """Creates empty sequences in a cache whose pages the server manages.
 
     Args:
         cache: This cache.
         num_sequences: How many, in [1, 65536].
+        lease_s: Seconds that each lives without being used, > 0. None: the server's default.
 
     Raises:
+        InvalidArgumentError: The number or the lease is out of range.
         FailedPreconditionError: The client manages the cache's pages.
-        ResourceExhaustedError: The cache holds its limit of sequences.
+        ResourceExhaustedError: The cache holds its limit of sequences, or the tenant its quota.
     """
     request = cache_pb2.CreateSequencesRequest(
-        cache_id=cache.info.cache_id, num_sequences=_messages.integer(num_sequences, "num_sequences")
+        cache_id=cache.info.cache_id,
+        num_sequences=_messages.integer(num_sequences, "num_sequences"),
+        lease_s=_messages.real(lease_s, "lease_s"),
     )
     return Call(
         method="CreateSequences",
@@ -235,11 +241,24 @@ def release_sequences(cache: CacheHandle, sequences: Iterable[SequenceHandle]) -
     return Call(method="ReleaseSequences", request=request, read=_nothing, incarnation_id=cache.incarnation_id)
 
 
+def keep_alive(cache: CacheHandle, sequences: Iterable[SequenceHandle]) -> Call[None]:
+    """Renews the leases of sequences, all or none. Every other use renews them, too; listing does not.
+
+    Raises:
+        InvalidArgumentError: One of them is not a sequence of this cache, or stands there twice.
+        NotFoundError: One of them is gone.
+    """
+    request = cache_pb2.KeepAliveRequest(cache_id=cache.info.cache_id, sequences=handles_of(cache, sequences))
+    return Call(method="KeepAlive", request=request, read=_nothing, incarnation_id=cache.incarnation_id)
+
+
 def fork(sequence: SequenceHandle) -> Call[bytes]:
-    """Creates a sequence that shares this one's tokens; what either appends later is its own.
+    """Creates a sequence that holds this one's tokens, by holding the same pages; what either appends is its own.
 
     Raises:
         NotFoundError: The sequence is gone.
+        DataLossError: Tokens of it were lost.
+        ResourceExhaustedError: The cache holds its limit of sequences, or the tenant its quota.
     """
     return Call(
         method="ForkSequence",
@@ -250,10 +269,11 @@ def fork(sequence: SequenceHandle) -> Call[bytes]:
 
 
 def truncate(sequence: SequenceHandle, length: SupportsIndex) -> Call[None]:
-    """Shortens the sequence to its first `length` tokens.
+    """Shortens the sequence to its first `length` tokens. What is appended then may differ from what was.
 
     Raises:
         InvalidArgumentError: `length` is negative or beyond the sequence's.
+        DataLossError: Tokens of the sequence were lost.
         NotFoundError: The sequence is gone.
     """
     request = cache_pb2.TruncateSequenceRequest(

@@ -10,10 +10,11 @@ import grpc
 
 from attnd.client._errors import InvalidArgumentError
 from attnd.client._info import CallRecord
-from attnd.v1.limits import KEEPALIVE_INTERVAL_MS, MESSAGE_BYTES_MAX
+from attnd.v1.limits import KEEPALIVE_INTERVAL_MS, MESSAGE_BYTES_MAX, TENANT_KEY
 
 # gRPC takes port 443 for an address without one, and "http" for the name of a host.
 _ADDRESS: Final = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6|xds):\S+|(\[[^\[\]\s]+\]|[^:/\s]+):\d{1,5}")
+_TENANT: Final = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _PING_TIMEOUT_MS: Final = 10_000
 
 CHANNEL_OPTIONS: Final = (
@@ -59,6 +60,17 @@ class Settings:
                 "address", f"address={self.address!r} must be HOST:PORT, such as 127.0.0.1:50051."
             )
         check_timeout(self.timeout_s)
+
+
+def tenant_metadata(tenant: str) -> tuple[tuple[str, str], ...]:
+    """Returns the metadata that names a tenant.
+
+    Raises:
+        InvalidArgumentError: It is not a legal name.
+    """
+    if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant):
+        raise InvalidArgumentError.of("tenant", f"{tenant=} must be 0 to 128 of A-Z a-z 0-9 . _ -.")
+    return ((TENANT_KEY, tenant),) if tenant else ()
 
 
 def check_timeout(timeout_s: float | None) -> None:

@@ -140,13 +140,23 @@ class SequenceInfo:
 
     Attributes:
         handle: Its 16 bytes; `cache.sequence(handle)` gives the sequence.
-        length: Tokens that it holds.
-        num_pages: Pages that it holds, in each layer.
+        length: Tokens that it holds in the layer that holds most.
+        complete_length: Tokens that every layer holds: the length of the last step that all layers have seen.
+        num_pages: Pages that it holds, in each layer; those that it shares with forks included.
+        lease_s: Seconds that it lives without being used.
+        expires_in_s: Seconds until it is gone if it is not used.
+        restored_from: The handle that it had before the server restarted; empty if it was created since.
+        damaged: Whether tokens of it were lost, so that it can only be released.
     """
 
     handle: bytes
     length: int
+    complete_length: int
     num_pages: int
+    lease_s: float
+    expires_in_s: float
+    restored_from: bytes
+    damaged: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +259,16 @@ def cache_info(message: cache_pb2.Cache) -> CacheInfo:
 
 def sequence_info(message: cache_pb2.Sequence) -> SequenceInfo:
     """Returns the description of a sequence."""
-    return SequenceInfo(handle=message.sequence, length=message.length, num_pages=message.num_pages)
+    return SequenceInfo(
+        handle=message.sequence,
+        length=message.length,
+        complete_length=message.complete_length,
+        num_pages=message.num_pages,
+        lease_s=message.lease_s,
+        expires_in_s=message.expires_in_s,
+        restored_from=message.restored_from,
+        damaged=message.damaged,
+    )
 
 
 def timings(message: attention_pb2.Timings) -> Timings:

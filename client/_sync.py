@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from attnd.client import _attention, _caches, _steps
 from attnd.client._calls import METHODS, CacheHandle, Call, SequenceHandle, public
-from attnd.client._channel import CHANNEL_OPTIONS, Settings
+from attnd.client._channel import CHANNEL_OPTIONS, Settings, tenant_metadata
 from attnd.client._core import Core, Sending
 from attnd.client._info import CacheInfo, CallRecord
 
@@ -161,6 +161,7 @@ class Cache(CacheHandle):
     create_sequences = _blocking(_caches.create_sequences, _sequences)
     list_sequences = _blocking(_caches.list_sequences)
     release_sequences = _blocking(_caches.release_sequences)
+    keep_alive = _blocking(_caches.keep_alive)
     delete = _blocking(_caches.delete_cache)
 
 
@@ -173,6 +174,8 @@ class Client:
         address: `HOST:PORT`, or a gRPC target such as `unix:/run/attnd.sock`.
         timeout_s: Seconds that a call may take unless it says so itself. None: as long as it takes.
         credentials: TLS credentials, as from `grpc.ssl_channel_credentials`. None: plain text.
+        tenant: Whose caches it sees, where the server tells tenants by name rather than by certificate: 0 to 128 of
+            A-Z a-z 0-9 . _ -.
         metadata: Pairs to send with every call, such as an authorization.
         on_call: Told of every answered call by a `CallRecord`, before the call returns.
 
@@ -186,6 +189,7 @@ class Client:
         *,
         timeout_s: float | None = 30.0,
         credentials: grpc.ChannelCredentials | None = None,
+        tenant: str = "",
         metadata: Iterable[tuple[str, str | bytes]] = (),
         on_call: Callable[[CallRecord], object] | None = None,
     ) -> None:
@@ -194,7 +198,7 @@ class Client:
                 address=address,
                 timeout_s=timeout_s,
                 credentials=credentials,
-                metadata=tuple(metadata),
+                metadata=(*tenant_metadata(tenant), *metadata),
                 on_call=on_call,
             )
         )

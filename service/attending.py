@@ -10,7 +10,7 @@ from attnd.kernels.launch import launch
 from attnd.kernels.stored import first_difference
 from attnd.service.caches import Cache
 from attnd.service.errors import FailedPreconditionError
-from attnd.service.sequences import Reservation
+from attnd.service.sequence import Reservation
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -47,6 +47,8 @@ class AttentionCall:
         Raises:
             FailedPreconditionError: The call brings other tokens than the sequence holds at their positions.
         """
+        self._require_clean_pages()
+        self._copy_shared_pages()
         self._require_same_tokens()
         warm_up = self.cache.warm_up
         warm_up_ns = 0 if warm_up is None or not self.batch.num_seqs else warm_up.run(self.q.shape[1])
@@ -64,6 +66,19 @@ class AttentionCall:
         )
         attended.timings.compile_ns += warm_up_ns
         return attended
+
+    def _require_clean_pages(self) -> None:
+        if not self.cache.debug_checks or self.reservation is None or not len(self.reservation.fresh):
+            return
+        for layer in range(self.cache.spec.num_layers):
+            held = self.cache.implementation.read(self.cache.pages, layer, self.reservation.fresh)
+            assert not any(np.any(each) for each in held if each is not None), "a page was free and not clean"
+
+    def _copy_shared_pages(self) -> None:
+        if self.reservation is None or not self.reservation.copies:
+            return
+        sources, targets = zip(*((each.sources, each.targets) for each in self.reservation.copies), strict=True)
+        self.cache.implementation.copy(self.cache.pages, np.concatenate(sources), np.concatenate(targets))
 
     def _require_same_tokens(self) -> None:
         if self.reservation is None or self.k is None or self.v is None:

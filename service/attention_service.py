@@ -29,21 +29,21 @@ class AttentionHandlers:
 
     async def ragged_paged_attention(self, request: pb.RaggedPagedAttentionRequest, caller: Caller) -> bytes:
         """Attends over pages of the client's, as JAX's `ragged_paged_attention` does."""
-        cache = self._caches.by_id(request.cache_id)
+        cache = self._caches.by_id(request.cache_id, caller.tenant)
         cache.require_pages_by_client()
         cache.require_layout(Layout.INTERLEAVED)
         return await self._answer(_ragged_call(cache, request, caller.arrays), caller, pb.RaggedPagedAttentionResponse)
 
     async def paged_attention(self, request: pb.PagedAttentionRequest, caller: Caller) -> bytes:
         """Attends over pages of the client's, as JAX's `paged_attention` does."""
-        cache = self._caches.by_id(request.cache_id)
+        cache = self._caches.by_id(request.cache_id, caller.tenant)
         cache.require_pages_by_client()
         cache.require_layout(Layout.SPLIT)
         return await self._answer(_decode_call(cache, request, caller.arrays), caller, pb.PagedAttentionResponse)
 
     async def attend(self, request: pb.AttendRequest, caller: Caller) -> bytes:
         """Attends over sequences, taking pages as they grow."""
-        cache = self._caches.by_id(request.cache_id)
+        cache = self._caches.by_id(request.cache_id, caller.tenant)
         sequences = cache.require_sequences()
         call = await _sequence_call(cache, request, caller.arrays)
         reservation = call.reservation
@@ -54,7 +54,7 @@ class AttentionHandlers:
 
     async def validate_batch(self, request: pb.ValidateBatchRequest, caller: Caller) -> pb.ValidateBatchResponse:
         """Names every violation of a batch."""
-        cache = self._caches.by_id(request.cache_id)
+        cache = self._caches.by_id(request.cache_id, caller.tenant)
         violations = validation.ragged_violations(
             cache.spec,
             decode.array_info(request),

@@ -1,6 +1,7 @@
 """CacheService: one handler for each RPC; errors meet the table in `status.py`."""
 
 import math
+from typing import Protocol
 
 import numpy as np
 
@@ -11,46 +12,51 @@ from attnd.service.caches import CacheRegistry
 from attnd.service.engine import Engine
 from attnd.service.errors import ResourceExhaustedError
 from attnd.service.rpc import Caller, unimplemented
+from attnd.service.sequences import SequenceTable
+from attnd.service.world import World
 from attnd.v1 import cache_pb2 as pb
 from attnd.v1 import limits
+
+
+class _NamesACache(Protocol):
+    @property
+    def cache_id(self) -> str: ...
 
 
 class CacheHandlers:
     """Handlers of attnd.v1.CacheService."""
 
-    fork_sequence = staticmethod(unimplemented)
-    truncate_sequence = staticmethod(unimplemented)
-    keep_alive = staticmethod(unimplemented)
     save_cache = staticmethod(unimplemented)
     restore_cache = staticmethod(unimplemented)
 
-    def __init__(self, caches: CacheRegistry, engine: Engine) -> None:
+    def __init__(self, caches: CacheRegistry, engine: Engine, world: World) -> None:
         self._caches = caches
         self._engine = engine
+        self._world = world
 
-    async def create_cache(self, request: pb.CreateCacheRequest, _caller: Caller) -> pb.CreateCacheResponse:
+    async def create_cache(self, request: pb.CreateCacheRequest, caller: Caller) -> pb.CreateCacheResponse:
         """Creates a cache and compiles its kernels."""
         spec, pages_by = decode.cache_spec(request.spec), decode.pages_by(request.pages_by)
         num_q_heads = request.num_q_heads if request.HasField("num_q_heads") else None
-        cache = await self._caches.create(request.name, spec, pages_by, num_q_heads)
+        cache = await self._caches.create(request.name, caller.tenant, spec, pages_by, num_q_heads)
         return pb.CreateCacheResponse(cache=encode.cache(cache))
 
-    async def get_cache(self, request: pb.GetCacheRequest, _caller: Caller) -> pb.GetCacheResponse:
+    async def get_cache(self, request: pb.GetCacheRequest, caller: Caller) -> pb.GetCacheResponse:
         """Returns a cache by name."""
-        return pb.GetCacheResponse(cache=encode.cache(self._caches.by_name(request.name)))
+        return pb.GetCacheResponse(cache=encode.cache(self._caches.by_name(request.name, caller.tenant)))
 
-    async def list_caches(self, _request: pb.ListCachesRequest, _caller: Caller) -> pb.ListCachesResponse:
+    async def list_caches(self, _request: pb.ListCachesRequest, caller: Caller) -> pb.ListCachesResponse:
         """Lists all caches."""
-        return pb.ListCachesResponse(caches=[encode.cache(cache) for cache in self._caches.all()])
+        return pb.ListCachesResponse(caches=[encode.cache(cache) for cache in self._caches.of(caller.tenant)])
 
-    async def delete_cache(self, request: pb.DeleteCacheRequest, _caller: Caller) -> pb.DeleteCacheResponse:
+    async def delete_cache(self, request: pb.DeleteCacheRequest, caller: Caller) -> pb.DeleteCacheResponse:
         """Deletes a cache."""
-        self._caches.delete(request.cache_id)
+        self._caches.delete(request.cache_id, caller.tenant)
         return pb.DeleteCacheResponse()
 
     async def write_pages(self, request: pb.WritePagesRequest, caller: Caller) -> pb.WritePagesResponse:
         """Writes whole pages of one layer."""
-        cache = self._caches.by_id(request.cache_id)
+        cache = self._caches.by_id(request.cache_id, caller.tenant)
         cache.require_pages_by_client()
         layer = validation.layer_index(cache.spec, request.layer)
         pages, scales = decode.array(caller.arrays, "kv_pages"), caller.arrays.get("scales")
@@ -65,7 +71,7 @@ class CacheHandlers:
 
     async def read_pages(self, request: pb.ReadPagesRequest, caller: Caller) -> bytes:
         """Reads whole pages of one layer."""
-        cache = self._caches.by_id(request.cache_id)
+        cache = self._caches.by_id(request.cache_id, caller.tenant)
         cache.require_pages_by_client()
         layer = validation.layer_index(cache.spec, request.layer)
         page_indices = validation.page_reads(cache.spec, decode.array(caller.arrays, "page_indices"))
@@ -77,24 +83,45 @@ class CacheHandlers:
 
         return encode.pages(*(await self._engine.run(read, expires_at=caller.expires_at)).value)
 
-    async def create_sequences(self, request: pb.CreateSequencesRequest, _caller: Caller) -> pb.CreateSequencesResponse:
+    async def create_sequences(self, request: pb.CreateSequencesRequest, caller: Caller) -> pb.CreateSequencesResponse:
         """Creates empty sequences."""
-        sequences = self._caches.by_id(request.cache_id).require_sequences()
-        return pb.CreateSequencesResponse(sequences=sequences.create(request.num_sequences))
+        lease_s = request.lease_s if request.HasField("lease_s") else None
+        handles = self._table(request, caller).create(request.num_sequences, lease_s)
+        return pb.CreateSequencesResponse(sequences=handles)
+
+    async def fork_sequence(self, request: pb.ForkSequenceRequest, caller: Caller) -> pb.ForkSequenceResponse:
+        """Creates a sequence that holds another's tokens."""
+        return pb.ForkSequenceResponse(sequence=self._table(request, caller).fork(request.sequence))
+
+    async def truncate_sequence(
+        self, request: pb.TruncateSequenceRequest, caller: Caller
+    ) -> pb.TruncateSequenceResponse:
+        """Shortens a sequence."""
+        await self._table(request, caller).truncate(request.sequence, request.length)
+        await self._engine.flush()  # pages are free only once they are cleared
+        return pb.TruncateSequenceResponse()
 
     async def release_sequences(
-        self, request: pb.ReleaseSequencesRequest, _caller: Caller
+        self, request: pb.ReleaseSequencesRequest, caller: Caller
     ) -> pb.ReleaseSequencesResponse:
         """Releases sequences and their pages."""
-        sequences = self._caches.by_id(request.cache_id).require_sequences()
-        sequences.release(request.sequences)
-        await self._engine.flush()  # pages are free only once they are cleared
+        self._table(request, caller).release(request.sequences)
+        await self._engine.flush()
         return pb.ReleaseSequencesResponse()
 
-    async def list_sequences(self, request: pb.ListSequencesRequest, _caller: Caller) -> pb.ListSequencesResponse:
+    async def list_sequences(self, request: pb.ListSequencesRequest, caller: Caller) -> pb.ListSequencesResponse:
         """Lists the sequences of a cache."""
-        sequences = self._caches.by_id(request.cache_id).require_sequences()
-        return pb.ListSequencesResponse(sequences=[encode.sequence(sequence) for sequence in sequences])
+        now = self._world.now()
+        sequences = [encode.sequence(sequence, now) for sequence in self._table(request, caller)]
+        return pb.ListSequencesResponse(sequences=sequences)
+
+    async def keep_alive(self, request: pb.KeepAliveRequest, caller: Caller) -> pb.KeepAliveResponse:
+        """Renews the leases of sequences."""
+        self._table(request, caller).keep_alive(request.sequences)
+        return pb.KeepAliveResponse()
+
+    def _table(self, request: _NamesACache, caller: Caller) -> SequenceTable:
+        return self._caches.by_id(request.cache_id, caller.tenant).require_sequences()
 
 
 def _require_message_fits(size_bytes: int) -> None:

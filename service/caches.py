@@ -2,9 +2,8 @@
 
 import enum
 import re
-import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -13,10 +12,14 @@ from jaxtyping import Int32
 from attnd.kernels import registry
 from attnd.kernels.contract import CacheSpec, Implementation, Layout
 from attnd.kernels.errors import InvalidArgumentError
+from attnd.service.config import ServerConfig
 from attnd.service.engine import Engine
 from attnd.service.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError, ResourceExhaustedError
+from attnd.service.pages import RESERVED_PAGE
+from attnd.service.quotas import Quota
 from attnd.service.sequences import SequenceTable
 from attnd.service.warming import WarmUp
+from attnd.service.world import World
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -35,24 +38,35 @@ class Cache:
     Attributes:
         cache_id: Unguessable and never used again, so that the id of a deleted cache finds nothing.
         incarnation_id: The run of the server that holds it.
-        name: Its name.
+        tenant: Whose it is. Nobody else can tell that it exists.
+        name: Its name, unique among the tenant's.
         spec: Its shape.
         pages_by: Who manages its pages.
         implementation: What serves it.
         pages: Its pages, in the implementation's form. Only the engine's thread touches them.
+        quota: What its tenant may hold.
         sequences: Its sequences; None if the client manages the pages.
         warm_up: Compiles its programs ahead of the first call of a kind; None if each is compiled when needed.
+        debug_checks: Whether calls check at run time what no caller can break.
     """
 
     cache_id: str
     incarnation_id: str
+    tenant: str
     name: str
     spec: CacheSpec
     pages_by: PagesBy
     implementation: Implementation[Any]
     pages: Any
+    quota: Quota
     sequences: SequenceTable | None
     warm_up: WarmUp | None
+    debug_checks: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that its pages take, the reserved one included."""
+        return int(self.pages.spec.size_bytes)
 
     def require_pages_by_client(self) -> None:
         """Raises FailedPreconditionError if the server manages the pages."""
@@ -92,30 +106,28 @@ class CacheRegistry:
 
     Args:
         engine: Where pages are allocated and cleared.
+        config: What the operator decided.
         platform: "cpu" or "tpu"; decides the default implementation.
-        implementation: Name of the implementation to use, or "auto".
-        size_bytes_max: Bytes that all caches together may take.
-        warm_up: Whether the first call of a kind compiles all programs of its kind.
+        world: Time and chance.
     """
 
-    def __init__(
-        self, engine: Engine, *, platform: str, implementation: str, size_bytes_max: int, warm_up: bool
-    ) -> None:
-        self.incarnation_id = secrets.token_hex(16)
+    def __init__(self, engine: Engine, config: ServerConfig, *, platform: str, world: World) -> None:
+        self.incarnation_id = world.token(16).hex()
         self._engine = engine
+        self._config = config
         self._platform = platform
-        self._implementation = implementation
-        self._size_bytes_max = size_bytes_max
-        self._warm_up = warm_up
+        self._world = world
+        self._size_bytes_max = config.cache_memory_bytes
         self._by_id: dict[str, Cache] = {}
-        self._ids: dict[str, str] = {}
-        self._being_created: dict[str, int] = {}
+        self._ids: dict[tuple[str, str], str] = {}
+        self._being_created: dict[tuple[str, str], int] = {}
         self._implementations: dict[str, Implementation[Any]] = {}
+        self._quotas: dict[str, Quota] = {}
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all caches, those being created included."""
-        return sum(cache.spec.size_bytes for cache in self._by_id.values()) + sum(self._being_created.values())
+        return sum(cache.memory_bytes for cache in self._by_id.values()) + sum(self._being_created.values())
 
     @property
     def num_compiled_programs(self) -> int:
@@ -123,37 +135,49 @@ class CacheRegistry:
         return sum(implementation.num_compiled_programs for implementation in self._implementations.values())
 
     def all(self) -> list[Cache]:
-        """Returns the caches, ordered by name."""
-        return [self._by_id[self._ids[name]] for name in sorted(self._ids)]
+        """Returns the caches of all tenants, ordered by tenant and name."""
+        return [self._by_id[self._ids[key]] for key in sorted(self._ids)]
 
-    def by_id(self, cache_id: str) -> Cache:
+    def of(self, tenant: str) -> list[Cache]:
+        """Returns the caches of a tenant, ordered by name."""
+        return [cache for cache in self.all() if cache.tenant == tenant]
+
+    def by_id(self, cache_id: str, tenant: str) -> Cache:
         """Returns a cache.
 
         Raises:
-            NotFoundError: There is none of this id.
+            NotFoundError: The tenant has none of this id.
         """
-        try:
-            return self._by_id[cache_id]
-        except KeyError:
-            raise NotFoundError("CACHE_NOT_FOUND", f"No cache of id {cache_id[:64]!r}.") from None
+        cache = self._by_id.get(cache_id)
+        if cache is None or cache.tenant != tenant:
+            raise NotFoundError("CACHE_NOT_FOUND", f"No cache of id {cache_id[:64]!r}.")
+        return cache
 
-    def by_name(self, name: str) -> Cache:
+    def by_name(self, name: str, tenant: str) -> Cache:
         """Returns a cache.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: The tenant has none of this name.
         """
-        if name not in self._ids:
+        cache_id = self._ids.get((tenant, name))
+        if cache_id is None:
             raise NotFoundError("CACHE_NOT_FOUND", f"No cache named {name[:128]!r}.")
-        return self._by_id[self._ids[name]]
+        return self._by_id[cache_id]
 
-    async def create(self, name: str, spec: CacheSpec, pages_by: PagesBy, num_q_heads: int | None) -> Cache:
+    def require_free_name(self, name: str, tenant: str) -> None:
+        """Raises AlreadyExistsError if the tenant has a cache of this name, or creates one now."""
+        if (tenant, name) in self._ids or (tenant, name) in self._being_created:
+            raise AlreadyExistsError("CACHE_EXISTS", f"A cache named {name!r} exists.")
+
+    async def create(
+        self, name: str, tenant: str, spec: CacheSpec, pages_by: PagesBy, num_q_heads: int | None
+    ) -> Cache:
         """Creates a cache, its pages zeroed, and compiles its kernels if `num_q_heads` is known.
 
         Raises:
             InvalidArgumentError: The name or the number of heads is not legal.
             AlreadyExistsError: The name is taken.
-            ResourceExhaustedError: The pages do not fit.
+            ResourceExhaustedError: The pages do not fit, or pass the tenant's quota.
             UnsupportedError: No implementation serves the shape.
         """
         if not _NAME.fullmatch(name):
@@ -162,55 +186,95 @@ class CacheRegistry:
         if num_q_heads is not None and (num_q_heads <= 0 or num_q_heads % spec.num_kv_heads):
             message = f"{num_q_heads=} must be divisible by num_kv_heads={spec.num_kv_heads}"
             raise InvalidArgumentError.of("num_q_heads", message)
-        if name in self._ids or name in self._being_created:
-            raise AlreadyExistsError("CACHE_EXISTS", f"A cache named {name!r} exists.")
-        chosen = registry.choose(spec, self._platform, self._implementation)
+        self.require_free_name(name, tenant)
+        self._require_memory(spec)
+        by_server = pages_by is PagesBy.SERVER
+        # One page more than the client's: the reserved one.
+        memory = replace(spec, num_pages=spec.num_pages + 1) if by_server else spec
+        chosen = registry.choose(memory, self._platform, self._config.implementation)
         # One instance of each implementation, so that caches of one shape share its compiled programs.
         implementation = self._implementations.setdefault(chosen.name, chosen)
-        free_bytes = self._size_bytes_max - self.size_bytes
-        if spec.size_bytes > free_bytes:
-            message = f"The cache takes {spec.size_bytes} bytes; {free_bytes} of {self._size_bytes_max} are free."
-            raise ResourceExhaustedError("CACHE_MEMORY_EXHAUSTED", message)
+        self._require_memory(memory)
+        quota = self._quota(tenant)
+        if not by_server:
+            quota.take_pages(spec.num_pages)
 
-        warm_up = WarmUp(name, spec, implementation)
+        warm_up = WarmUp(name, memory, implementation)
 
         def allocate() -> Any:
             if num_q_heads is not None:
                 warm_up.run(num_q_heads)
-            return implementation.allocate(spec)
+            pages = implementation.allocate(memory)
+            if by_server:
+                implementation.poison(pages, RESERVED_PAGE)
+            return pages
 
-        self._being_created[name] = spec.size_bytes
+        self._being_created[tenant, name] = memory.size_bytes
         try:
             pages = (await self._engine.run(allocate)).value
+        except BaseException:
+            if not by_server:
+                quota.give_pages(spec.num_pages)
+            raise
         finally:
-            del self._being_created[name]
+            del self._being_created[tenant, name]
         cache = Cache(
-            cache_id=secrets.token_hex(16),
+            cache_id=self._world.token(16).hex(),
             incarnation_id=self.incarnation_id,
+            tenant=tenant,
             name=name,
             spec=spec,
             pages_by=pages_by,
             implementation=implementation,
             pages=pages,
-            sequences=self._sequences(spec, implementation, pages) if pages_by is PagesBy.SERVER else None,
-            warm_up=warm_up if self._warm_up else None,
+            quota=quota,
+            sequences=self._sequences(memory, implementation, pages, quota) if by_server else None,
+            warm_up=warm_up if self._config.warm_up else None,
+            debug_checks=self._config.debug_checks,
         )
         self._by_id[cache.cache_id] = cache
-        self._ids[name] = cache.cache_id
+        self._ids[tenant, name] = cache.cache_id
         return cache
 
-    def delete(self, cache_id: str) -> None:
+    def delete(self, cache_id: str, tenant: str) -> None:
         """Forgets a cache. Its memory is freed when the calls that use it have ended.
 
         Raises:
-            NotFoundError: There is none of this id.
+            NotFoundError: The tenant has none of this id.
         """
-        cache = self.by_id(cache_id)
+        cache = self.by_id(cache_id, tenant)
         del self._by_id[cache_id]
-        del self._ids[cache.name]
+        del self._ids[tenant, cache.name]
+        if cache.sequences is None:
+            cache.quota.give_pages(cache.spec.num_pages)
+        else:
+            cache.sequences.close()
 
-    def _sequences(self, spec: CacheSpec, implementation: Implementation[Any], pages: Any) -> SequenceTable:
-        def clear(freed: Int32[np.ndarray, " n"], then: Callable[[], None]) -> None:
-            self._engine.post(lambda: implementation.clear(pages, freed), lambda _done: then())
+    def sweep(self) -> None:
+        """Releases the sequences whose lease is over."""
+        for cache in self._by_id.values():
+            if cache.sequences is not None:
+                cache.sequences.sweep()
 
-        return SequenceTable(spec, clear)
+    def _require_memory(self, spec: CacheSpec) -> None:
+        free_bytes = self._size_bytes_max - self.size_bytes
+        if spec.size_bytes > free_bytes:
+            message = f"The cache takes {spec.size_bytes} bytes; {free_bytes} of {self._size_bytes_max} are free."
+            raise ResourceExhaustedError("CACHE_MEMORY_EXHAUSTED", message)
+
+    def _quota(self, tenant: str) -> Quota:
+        # Those of tenants that have nothing are forgotten, so that made-up names cost no memory.
+        known = {cache.tenant for cache in self._by_id.values()} | {of for of, _ in self._being_created} | {tenant}
+        self._quotas = {of: quota for of, quota in self._quotas.items() if of in known or not quota.is_idle}
+        config = self._config
+        return self._quotas.setdefault(
+            tenant, Quota(pages_max=config.tenant_pages_max, sequences_max=config.tenant_sequences_max)
+        )
+
+    def _sequences(
+        self, spec: CacheSpec, implementation: Implementation[Any], pages: Any, quota: Quota
+    ) -> SequenceTable:
+        def clear(freed: Int32[np.ndarray, " n"], then: Callable[[bool], None]) -> None:
+            self._engine.post(lambda: implementation.clear(pages, freed), then)
+
+        return SequenceTable(spec, clear, quota=quota, world=self._world, lease_s=self._config.lease_s)

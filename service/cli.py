@@ -40,6 +40,18 @@ def serve(
     queue_depth_max: Annotated[
         int, typer.Option(envvar="ATTND_QUEUE_DEPTH_MAX", help="Calls that may wait.")
     ] = _DEFAULTS.queue_depth_max,
+    lease_s: Annotated[
+        float, typer.Option(envvar="ATTND_LEASE_S", help="Seconds that a sequence lives without being used.")
+    ] = _DEFAULTS.lease_s,
+    tenant_pages_max: Annotated[
+        int | None, typer.Option(envvar="ATTND_TENANT_PAGES_MAX", help="Pages that one tenant may hold.")
+    ] = None,
+    tenant_sequences_max: Annotated[
+        int | None, typer.Option(envvar="ATTND_TENANT_SEQUENCES_MAX", help="Sequences that one tenant may hold.")
+    ] = None,
+    debug_checks: Annotated[
+        bool, typer.Option(envvar="ATTND_DEBUG_CHECKS", help="Check in each call that the pages it takes are clean.")
+    ] = _DEFAULTS.debug_checks,
     grace_s: Annotated[
         float, typer.Option(envvar="ATTND_GRACE_S", help="Seconds for calls in flight after SIGTERM.")
     ] = _DEFAULTS.grace_s,
@@ -67,6 +79,10 @@ def serve(
             warm_up=warm_up,
             cache_bytes_max=cache_bytes_max,
             queue_depth_max=queue_depth_max,
+            lease_s=lease_s,
+            tenant_pages_max=tenant_pages_max,
+            tenant_sequences_max=tenant_sequences_max,
+            debug_checks=debug_checks,
             grace_s=grace_s,
         )
         asyncio.run(server.serve(config))

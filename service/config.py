@@ -46,6 +46,10 @@ class ServerConfig:
             later one waits; otherwise each program is compiled when it is first needed.
         cache_bytes_max: Bytes that all caches together may take; None for `MEMORY_SHARE` of the machine's.
         queue_depth_max: Calls that may wait for the engine.
+        lease_s: Seconds that a sequence lives without being used, unless it was created with a lease of its own.
+        tenant_pages_max: Pages that all caches of one tenant may hold; None for no limit.
+        tenant_sequences_max: Sequences that all caches of one tenant may hold; None for no limit.
+        debug_checks: Whether calls check at run time what no caller can break, such as that pages are clean.
         grace_s: Seconds that calls in flight have to end after SIGTERM.
 
     Raises:
@@ -59,6 +63,10 @@ class ServerConfig:
     warm_up: bool = True
     cache_bytes_max: int | None = None
     queue_depth_max: int = 1024
+    lease_s: float = 3600.0
+    tenant_pages_max: int | None = None
+    tenant_sequences_max: int | None = None
+    debug_checks: bool = False
     grace_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -66,8 +74,12 @@ class ServerConfig:
             raise ConfigError(f"port={self.port} must be in [0, 65535].")
         if self.queue_depth_max < 1:
             raise ConfigError(f"queue_depth_max={self.queue_depth_max} must be positive.")
-        if self.cache_bytes_max is not None and self.cache_bytes_max < 1:
-            raise ConfigError(f"cache_bytes_max={self.cache_bytes_max} must be positive.")
+        for name in ("cache_bytes_max", "tenant_pages_max", "tenant_sequences_max"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{name}={limit} must be positive.")
+        if not self.lease_s > 0:
+            raise ConfigError(f"lease_s={self.lease_s} must be positive.")
         if not self.grace_s >= 0:
             raise ConfigError(f"grace_s={self.grace_s} must not be negative.")
 

@@ -9,7 +9,7 @@ from attnd.kernels.contract import Attended, CacheSpec, Layout
 from attnd.kernels.validation import Violations
 from attnd.service.caches import Cache, PagesBy
 from attnd.service.engine import Ran
-from attnd.service.sequences import Sequence
+from attnd.service.sequence import Sequence
 from attnd.v1 import attention_pb2, cache_pb2, envelope
 
 _LAYOUTS: Final = {
@@ -80,9 +80,18 @@ def cache(cache: Cache) -> cache_pb2.Cache:
     )
 
 
-def sequence(sequence: Sequence) -> cache_pb2.Sequence:
+def sequence(sequence: Sequence, now: float) -> cache_pb2.Sequence:
     """Returns the description of a sequence."""
-    return cache_pb2.Sequence(sequence=sequence.handle, length=sequence.length, num_pages=len(sequence.pages))
+    return cache_pb2.Sequence(
+        sequence=sequence.handle,
+        length=sequence.length,
+        num_pages=len(sequence.pages),
+        complete_length=int(sequence.layer_lens.min()),
+        lease_s=sequence.lease_s,
+        expires_in_s=sequence.lease_s if sequence.in_flight else max(0.0, sequence.expires_at - now),
+        restored_from=sequence.restored_from,
+        damaged=sequence.damaged,
+    )
 
 
 def _spec(spec: CacheSpec) -> cache_pb2.CacheSpec:

@@ -64,7 +64,7 @@ class Engine:
         self._idle.set()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._serve, name="attnd-engine", daemon=True)
-        self._thread.start()
+        self._start()
 
     @property
     def depth(self) -> int:
@@ -109,6 +109,9 @@ class Engine:
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
+    def _start(self) -> None:
+        self._thread.start()
+
     def _put(
         self, work: Callable[[], Any], settle: Callable[[bool], None], expires_at: float
     ) -> "asyncio.Future[Ran[Any]]":
@@ -124,22 +127,26 @@ class Engine:
 
     def _serve(self) -> None:
         while (job := self._queue.get()) is not None:
-            started_at_ns = time.monotonic_ns()
-            value: Any = None
-            error: Exception | None = None
-            if job.future.cancelled():
-                error = DeadlineExceededError("CALLER_GONE", "The caller is gone.")
-            elif time.monotonic() > job.expires_at:
-                error = DeadlineExceededError("QUEUED_TOO_LONG", "The deadline passed before the call's turn came.")
-            else:
-                try:
-                    value = job.work()
-                except Exception as raised:  # the caller gets it, whatever it is
-                    error = raised
-            ran = Ran(value, started_at_ns - job.queued_at_ns, time.monotonic_ns())
+            ran, error = self._carry_out(job)
             self._loop.call_soon_threadsafe(self._finish, job, ran, error)
             # The loop holds the answer now; keeping it here until the next job would keep its arrays alive.
-            del job, value, ran, error
+            del job, ran, error
+
+    @staticmethod
+    def _carry_out(job: _Job) -> tuple[Ran[Any], Exception | None]:
+        started_at_ns = time.monotonic_ns()
+        value: Any = None
+        error: Exception | None = None
+        if job.future.cancelled():
+            error = DeadlineExceededError("CALLER_GONE", "The caller is gone.")
+        elif time.monotonic() > job.expires_at:
+            error = DeadlineExceededError("QUEUED_TOO_LONG", "The deadline passed before the call's turn came.")
+        else:
+            try:
+                value = job.work()
+            except Exception as raised:  # the caller gets it, whatever it is
+                error = raised
+        return Ran(value, started_at_ns - job.queued_at_ns, time.monotonic_ns()), error
 
     def _finish(self, job: _Job, ran: Ran[Any], error: Exception | None) -> None:
         self._depth -= 1

@@ -54,6 +54,12 @@ class UnimplementedError(RefusedError):
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
+class DataLossError(RefusedError):
+    """What was saved is damaged."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
 class DeadlineExceededError(RefusedError):
     """The call's time ran out before its work began."""
 

@@ -16,10 +16,13 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_status import rpc_status
 
+from attnd.kernels.errors import InvalidArgumentError
 from attnd.service.errors import UnimplementedError
 from attnd.service.status import status_of
 from attnd.v1 import envelope
+from attnd.v1.limits import TENANT_KEY
 
+_TENANT: Final = re.compile(r"[A-Za-z0-9._-]{0,128}")
 # grpcio reports "no deadline" as a time of centuries.
 _NO_DEADLINE_S: Final = 1e9
 
@@ -32,11 +35,13 @@ class Caller:
         arrays: The arrays of the request, by field, read-only; its message does not have them.
         expires_at: `time.monotonic()` at which its deadline passes; infinite if it has none.
         received_at_ns: `time.monotonic_ns()` at which its message had been received.
+        tenant: Who calls: the common name of the client's certificate, or what the call says where there is none.
     """
 
     arrays: Mapping[str, np.ndarray]
     expires_at: float
     received_at_ns: int
+    tenant: str
 
 
 Handler = Callable[[Any, Caller], Awaitable[Message | bytes]]
@@ -70,7 +75,7 @@ def _method(method: MethodDescriptor, handler: Handler) -> "grpc.RpcMethodHandle
         received_at_ns = time.monotonic_ns()
         try:
             request, arrays = envelope.unpack(data, request_class)
-            response = await handler(request, Caller(arrays, _expires_at(context), received_at_ns))
+            response = await handler(request, Caller(arrays, _expires_at(context), received_at_ns, _tenant(context)))
             return response if isinstance(response, bytes) else response.SerializeToString()
         except Exception as error:  # the table has a status for each
             await _abort(context, error)
@@ -79,7 +84,7 @@ def _method(method: MethodDescriptor, handler: Handler) -> "grpc.RpcMethodHandle
         _requests: "bytes | AsyncIterator[bytes]", context: "grpc.aio.ServicerContext[bytes, bytes]"
     ) -> bytes:
         try:
-            await handler(request_class(), Caller({}, _expires_at(context), time.monotonic_ns()))
+            await handler(request_class(), Caller({}, _expires_at(context), time.monotonic_ns(), _tenant(context)))
         except Exception as error:
             await _abort(context, error)
         raise AssertionError("no stream is served yet")
@@ -95,6 +100,18 @@ def _expires_at(context: "grpc.aio.ServicerContext[bytes, bytes]") -> float:
     remaining_s = context.time_remaining()
     limited = remaining_s is not None and remaining_s < _NO_DEADLINE_S
     return time.monotonic() + remaining_s if limited else math.inf
+
+
+def _tenant(context: "grpc.aio.ServicerContext[bytes, bytes]") -> str:
+    certified: bytes | None = next(iter(context.auth_context().get("x509_common_name", ())), None)
+    if certified is not None:
+        return certified.decode("utf-8", "replace")
+    tenant = next((value for key, value in context.invocation_metadata() or () if key == TENANT_KEY), "")
+    if not (isinstance(tenant, str) and _TENANT.fullmatch(tenant)):
+        raise InvalidArgumentError.of(
+            TENANT_KEY, f"{TENANT_KEY}={tenant[:140]!r} must be 0 to 128 of A-Z a-z 0-9 . _ -."
+        )
+    return tenant
 
 
 async def _abort(context: "grpc.aio.ServicerContext[bytes, bytes]", error: Exception) -> NoReturn:

@@ -1,10 +1,7 @@
-"""Sequences whose pages the server manages: handles, lengths, page tables, and what a call may do to them."""
+"""Sequences whose pages the server manages: handles, lengths, page tables, leases, and what a call may do to them."""
 
-import asyncio
-import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -12,104 +9,124 @@ from jaxtyping import Int32
 
 from attnd.kernels.contract import CacheSpec, RaggedBatch
 from attnd.kernels.errors import InvalidArgumentError
-from attnd.service.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
-from attnd.service.pages import PagePool
+from attnd.service.errors import DataLossError, NotFoundError, ResourceExhaustedError
+from attnd.service.pages import PagePool, Pages
+from attnd.service.quotas import Quota
+from attnd.service.sequence import Lens, PageCopies, Reservation, Sequence, page_table, require_held
+from attnd.service.snapshots import SequenceState, Snapshot
+from attnd.service.world import World
 
 HANDLE_BYTES: Final = 16
 SEQUENCES_MAX: Final = 65536
-
-Lens = Int32[np.ndarray, " num_seqs"]
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One sequence of a cache.
-
-    Attributes:
-        handle: Unguessable and never used again, so that a stale handle finds nothing.
-        layer_lens: int32 [num_layers]. Tokens that each layer holds.
-        pages: int32. Its pages, in order; enough for the longest layer and for every call in flight.
-        in_flight: Calls that use it now. Its pages are not given back while there are any.
-        released: Whether its handle is gone and only calls in flight keep its pages.
-    """
-
-    handle: bytes
-    layer_lens: Int32[np.ndarray, " num_layers"]
-    pages: Int32[np.ndarray, " num_pages"]
-    in_flight: list["Reservation"] = field(default_factory=list)
-    released: bool = False
-
-    @property
-    def length(self) -> int:
-        """Tokens of the layer that holds most."""
-        return int(self.layer_lens.max())
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Reservation:
-    """The hold of one call on its sequences, from admission until its work has ended.
-
-    Attributes:
-        sequences: In the order of the call.
-        layer: The layer that it attends over.
-        q_lens: int32 [num_seqs]. Tokens of the call.
-        kv_lens: int32 [num_seqs]. Lengths after the call.
-        held_lens: int32 [num_seqs]. Tokens that the layer held at admission; nobody changes them meanwhile.
-        batch: What the kernel works on.
-        settled: Set when the work has ended.
-    """
-
-    sequences: list[Sequence]
-    layer: int
-    q_lens: Lens
-    kv_lens: Lens
-    held_lens: Lens
-    batch: RaggedBatch
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+LEASE_S_MAX: Final = 10.0 * 365 * 24 * 3600
 
 
 class SequenceTable:
     """The sequences of one cache. All methods are called from the event loop's thread.
 
     Args:
-        spec: Shape of the cache.
-        clear: Zeroes pages that nobody uses any more and then, later, calls its second argument.
+        spec: Shape of the cache as its pages lie in memory: page 0 is reserved.
+        clear: Zeroes pages and then, later, calls its second argument with whether that worked.
+        quota: Of the tenant.
+        world: Time and chance.
+        lease_s: Seconds that a sequence lives without being used, unless it says so itself.
     """
 
-    def __init__(self, spec: CacheSpec, clear: Callable[[Int32[np.ndarray, " n"], Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        clear: Callable[[Pages, Callable[[bool], None]], None],
+        *,
+        quota: Quota,
+        world: World,
+        lease_s: float,
+    ) -> None:
         self._spec = spec
         self._clear = clear
-        self._pool = PagePool(spec.num_pages)
+        self._quota = quota
+        self._world = world
+        self._lease_s = lease_s
+        self._pool = PagePool(spec.num_pages - 1, quota)
         self._sequences: dict[bytes, Sequence] = {}
+        self._unclean: list[Pages] = []
 
     @property
     def num_free_pages(self) -> int:
         """Pages that a sequence can take now."""
         return self._pool.num_free
 
+    @property
+    def pool(self) -> PagePool:
+        """Who holds which page. To look at, not to change."""
+        return self._pool
+
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences.values())
+        return (sequence for sequence in self._sequences.values() if not self._is_expired(sequence))
 
-    def create(self, num_sequences: int) -> list[bytes]:
+    # Life and death.
+
+    def create(self, num_sequences: int, lease_s: float | None = None) -> list[bytes]:
         """Returns the handles of new, empty sequences.
 
+        Args:
+            num_sequences: How many.
+            lease_s: Seconds that each lives without being used; None: the server's default.
+
         Raises:
-            InvalidArgumentError: The number is not in [1, SEQUENCES_MAX].
-            ResourceExhaustedError: The cache holds its limit of sequences.
+            InvalidArgumentError: The number is not in [1, SEQUENCES_MAX], or the lease not in (0, LEASE_S_MAX].
+            ResourceExhaustedError: The cache holds its limit of sequences, or the tenant its quota.
         """
         if not 1 <= num_sequences <= SEQUENCES_MAX:
             raise InvalidArgumentError.of("num_sequences", f"{num_sequences=} must be in [1, {SEQUENCES_MAX}].")
-        if len(self) + num_sequences > SEQUENCES_MAX:
-            message = f"The cache holds {len(self)} sequences; {num_sequences} more pass the limit of {SEQUENCES_MAX}."
-            raise ResourceExhaustedError("SEQUENCES_EXHAUSTED", message)
-        handles = [secrets.token_bytes(HANDLE_BYTES) for _ in range(num_sequences)]
-        for handle in handles:
-            layer_lens = np.zeros(self._spec.num_layers, np.int32)
-            self._sequences[handle] = Sequence(handle, layer_lens, np.empty(0, np.int32))
-        return handles
+        if lease_s is None:
+            lease_s = self._lease_s
+        if not 0 < lease_s <= LEASE_S_MAX:
+            raise InvalidArgumentError.of("lease_s", f"{lease_s=} must be in (0, {LEASE_S_MAX:.0f}].")
+        self._admit(num_sequences)
+        no_tokens = np.zeros(self._spec.num_layers, np.int32)
+        return [self._add(no_tokens.copy(), lease_s).handle for _ in range(num_sequences)]
+
+    def fork(self, handle: bytes) -> bytes:
+        """Returns the handle of a new sequence that holds another's tokens; what either appends is its own.
+
+        Both hold the same pages, the last one included, until one of them writes there. Calls in flight go on: their
+        tokens are not the new sequence's.
+
+        Raises:
+            NotFoundError: The handle is unknown.
+            DataLossError: Some of its tokens are lost.
+            ResourceExhaustedError: The cache holds its limit of sequences, or the tenant its quota.
+        """
+        (parent,) = self._find_whole([handle], field="sequence")
+        self._admit(1)
+        child = self._add(parent.layer_lens.copy(), parent.lease_s)
+        child.pages = parent.pages[: self._num_pages(parent.length)].copy()
+        child.sealed_lens = parent.sealed_lens
+        self._pool.share(child.pages)
+        parent.shares = child.shares = True
+        return child.handle
+
+    async def truncate(self, handle: bytes, length: int) -> None:
+        """Shortens a sequence to its first `length` tokens, when the calls in flight on it have ended.
+
+        Raises:
+            InvalidArgumentError: The length is negative or beyond the sequence's.
+            NotFoundError: The handle is unknown.
+            DataLossError: Some of its tokens are lost.
+        """
+        while True:
+            (sequence,) = self._find_whole([handle], field="sequence")
+            if not sequence.in_flight:
+                break
+            await sequence.in_flight[0].settled.wait()
+        if not 0 <= length <= sequence.length:
+            message = f"{length=} must be in [0, {sequence.length}], the sequence's."
+            raise InvalidArgumentError.of("length", message)
+        np.minimum(sequence.layer_lens, length, out=sequence.layer_lens)
+        self._trim(sequence)
 
     def release(self, handles: Many[bytes]) -> None:
         """Forgets sequences, all or none. Pages in use are given back when the calls that use them end.
@@ -118,11 +135,32 @@ class SequenceTable:
             InvalidArgumentError: A handle stands twice.
             NotFoundError: A handle is unknown.
         """
-        sequences = self._find(handles)
-        for sequence in sequences:
-            del self._sequences[sequence.handle]
-            sequence.released = True
-            self._trim(sequence)
+        for sequence in self._find(handles):
+            self._remove(sequence)
+
+    def keep_alive(self, handles: Many[bytes]) -> None:
+        """Renews leases, all or none, as any use does.
+
+        Raises:
+            InvalidArgumentError: A handle stands twice.
+            NotFoundError: A handle is unknown.
+        """
+        self._find(handles)
+
+    def sweep(self) -> None:
+        """Releases the sequences whose lease is over, and cleans again what could not be cleaned."""
+        for sequence in [each for each in self._sequences.values() if self._is_expired(each)]:
+            self._remove(sequence)
+        unclean, self._unclean = self._unclean, []
+        for pages in unclean:
+            self._give_back(pages)
+
+    def close(self) -> None:
+        """Releases all sequences."""
+        for sequence in list(self._sequences.values()):
+            self._remove(sequence)
+
+    # Calls.
 
     async def reserve(
         self, handles: Many[bytes], q_lens: Lens, kv_lens: Lens, layer: int, *, append: bool
@@ -142,21 +180,32 @@ class SequenceTable:
         Raises:
             InvalidArgumentError: A handle stands twice.
             NotFoundError: A handle is unknown.
+            DataLossError: Some tokens of a sequence are lost.
             FailedPreconditionError: The layer lacks tokens before the call's.
-            ResourceExhaustedError: Too few pages are free.
+            ResourceExhaustedError: Too few pages are free, or the tenant's quota is smaller.
         """
         while True:
-            sequences = self._find(handles)
-            blockers = (call for sequence in sequences for call in sequence.in_flight if call.layer == layer)
-            if (blocker := next(blockers, None)) is None:
+            sequences = self._find_whole(handles)
+            blocker = self._call_in_the_way(sequences, layer)
+            if blocker is None:
+                held_lens = np.array([sequence.layer_lens[layer] for sequence in sequences], np.int32)
+                require_held(kv_lens - q_lens if append else kv_lens, held_lens, layer)
+                to_copy = self._slots_to_copy(sequences, held_lens, kv_lens, layer)
+                blocker = next((call for sequence, _ in to_copy for call in sequence.in_flight), None)
+            if blocker is None:
                 break
             await blocker.settled.wait()
-        held_lens = np.array([sequence.layer_lens[layer] for sequence in sequences], np.int32)
-        self._require_held(kv_lens - q_lens if append else kv_lens, held_lens, layer)
-        self._grow(sequences, kv_lens)
-        batch = RaggedBatch.compact(kv_lens, self._page_table(sequences), q_lens, self._spec.page_size)
+        copies, fresh = self._take(sequences, kv_lens, to_copy)
+        table = page_table(sequences, copies)
         reservation = Reservation(
-            sequences=sequences, layer=layer, q_lens=q_lens, kv_lens=kv_lens, held_lens=held_lens, batch=batch
+            sequences=sequences,
+            layer=layer,
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            held_lens=held_lens,
+            batch=RaggedBatch.compact(kv_lens, table, q_lens, self._spec.page_size),
+            copies=copies,
+            fresh=fresh,
         )
         for sequence in sequences:
             sequence.in_flight.append(reservation)
@@ -164,58 +213,185 @@ class SequenceTable:
 
     def settle(self, reservation: Reservation, *, commit: bool) -> None:
         """Ends a hold: the new lengths become true, or everything is as it was before `reserve`."""
+        for copies in reservation.copies:
+            if commit:
+                copies.sequence.pages[copies.slots] = copies.targets
+            self._drop(copies.sources if commit else copies.targets)
+        now = self._world.now()
         for sequence, kv_len in zip(reservation.sequences, reservation.kv_lens.tolist(), strict=True):
             if commit:
                 sequence.layer_lens[reservation.layer] = max(sequence.layer_lens[reservation.layer], kv_len)
             sequence.in_flight.remove(reservation)
+            sequence.expires_at = now + sequence.lease_s
             self._trim(sequence)
         reservation.settled.set()
 
-    def _find(self, handles: Many[bytes]) -> list[Sequence]:
+    # Saves.
+
+    def seal(self) -> Snapshot:
+        """Returns all sequences as they are. Until `unseal`, calls go on and leave what the snapshot reads as it is."""
+        states = []
+        for sequence in self:
+            sequence.shares, sequence.sealed_lens = True, sequence.layer_lens.copy()
+            states.append(
+                SequenceState(
+                    handle=sequence.handle,
+                    layer_lens=sequence.sealed_lens,
+                    pages=sequence.pages[: self._num_pages(sequence.length)].copy(),
+                    lease_s=sequence.lease_s,
+                    damaged=sequence.damaged,
+                )
+            )
+        snapshot = Snapshot(tuple(states))
+        self._pool.seal(snapshot.pages)
+        return snapshot
+
+    def unseal(self, snapshot: Snapshot) -> None:
+        """Ends a snapshot. There is one at a time."""
+        for sequence in self._sequences.values():
+            sequence.sealed_lens = None
+        self._give_back(self._pool.unseal(snapshot.pages))
+
+    def adopt(self, snapshot: Snapshot) -> Pages:
+        """Brings sequences back, under new handles; returns the pages that take the place of `snapshot.pages`.
+
+        Raises:
+            ResourceExhaustedError: Too few pages are free, or the tenant's quota is smaller; nothing is changed.
+        """
+        states, old = snapshot.sequences, snapshot.pages
+        self._admit(len(states))
+        try:
+            new = self._pool.take(len(old))
+        except ResourceExhaustedError:
+            self._quota.give_sequences(len(states))
+            raise
+        for state in states:
+            sequence = self._add(state.layer_lens.copy(), state.lease_s)
+            sequence.pages = new[np.searchsorted(old, state.pages)]
+            sequence.restored_from, sequence.damaged, sequence.shares = state.handle, state.damaged, True
+            self._pool.share(sequence.pages)
+        self._drop(new)
+        return new
+
+    # Helpers.
+
+    def _find(self, handles: Many[bytes], field: str = "sequences") -> list[Sequence]:
+        """Returns sequences, their leases renewed."""
         sequences = []
         seen: set[bytes] = set()
         for i, handle in enumerate(handles):
+            place = f"sequences[{i}]" if field == "sequences" else field
             if handle in seen:
-                raise InvalidArgumentError.of(f"sequences[{i}]", f"Sequence {handle.hex()} must stand only once.")
+                raise InvalidArgumentError.of(place, f"Sequence {handle.hex()} must stand only once.")
             seen.add(handle)
             sequence = self._sequences.get(handle)
-            if sequence is None:
-                message = f"No sequence {handle[:HANDLE_BYTES].hex()} at sequences[{i}]."
-                raise NotFoundError("SEQUENCE_NOT_FOUND", message)
+            if sequence is None or self._is_expired(sequence):
+                raise NotFoundError("SEQUENCE_NOT_FOUND", f"No sequence {handle[:HANDLE_BYTES].hex()} at {place}.")
             sequences.append(sequence)
+        now = self._world.now()
+        for sequence in sequences:
+            sequence.expires_at = now + sequence.lease_s
         return sequences
 
-    def _require_held(self, needed_lens: Lens, held_lens: Lens, layer: int) -> None:
-        holes = np.flatnonzero(needed_lens > held_lens)
-        if len(holes):
-            i = int(holes[0])
-            message = (
-                f"Sequence {i} of the call needs {needed_lens[i]} tokens in layer {layer} before this call's; "
-                f"the layer holds {held_lens[i]}."
-            )
-            raise FailedPreconditionError("SEQUENCE_HOLE", message)
+    def _find_whole(self, handles: Many[bytes], field: str = "sequences") -> list[Sequence]:
+        sequences = self._find(handles, field)
+        for sequence in sequences:
+            if sequence.damaged:
+                message = f"Tokens of sequence {sequence.handle.hex()} were lost: its save is damaged. Release it."
+                raise DataLossError("SEQUENCE_DAMAGED", message)
+        return sequences
 
-    def _grow(self, sequences: list[Sequence], kv_lens: Lens) -> None:
+    def _is_expired(self, sequence: Sequence) -> bool:
+        return not sequence.in_flight and self._world.now() >= sequence.expires_at
+
+    def _admit(self, num_sequences: int) -> None:
+        if len(self) + num_sequences > SEQUENCES_MAX:
+            self.sweep()
+        if len(self) + num_sequences > SEQUENCES_MAX:
+            message = f"The cache holds {len(self)} sequences; {num_sequences} more pass the limit of {SEQUENCES_MAX}."
+            raise ResourceExhaustedError("SEQUENCES_EXHAUSTED", message)
+        self._quota.take_sequences(num_sequences)
+
+    def _add(self, layer_lens: Int32[np.ndarray, " num_layers"], lease_s: float) -> Sequence:
+        handle = self._world.token(HANDLE_BYTES)
+        sequence = Sequence(
+            handle=handle, layer_lens=layer_lens, lease_s=lease_s, expires_at=self._world.now() + lease_s
+        )
+        self._sequences[handle] = sequence
+        return sequence
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.handle]
+        self._quota.give_sequences(1)
+        sequence.released = True
+        self._trim(sequence)
+
+    @staticmethod
+    def _call_in_the_way(sequences: list[Sequence], layer: int) -> Reservation | None:
+        calls = (call for sequence in sequences for call in sequence.in_flight)
+        return next((call for call in calls if call.layer == layer or call.copies), None)
+
+    def _num_pages(self, length: int) -> int:
+        return -(-length // self._spec.page_size)
+
+    def _slots_to_copy(
+        self, sequences: list[Sequence], held_lens: Lens, kv_lens: Lens, layer: int
+    ) -> list[tuple[Sequence, np.ndarray]]:
+        """Returns the places, in page tables, of pages that the call writes new tokens to and others read."""
+        to_copy = []
+        for sequence, start, end in zip(sequences, held_lens.tolist(), kv_lens.tolist(), strict=True):
+            if not sequence.shares or start >= end:
+                continue
+            first = start // self._spec.page_size
+            pages = sequence.pages[first : self._num_pages(end)]
+            read_by_others = self._pool.is_shared(pages)
+            if sequence.sealed_lens is not None and start < sequence.sealed_lens[layer]:
+                read_by_others |= self._pool.is_sealed(pages)
+            slots = np.flatnonzero(read_by_others) + first
+            if len(slots):
+                to_copy.append((sequence, slots))
+        return to_copy
+
+    def _take(
+        self, sequences: list[Sequence], kv_lens: Lens, to_copy: list[tuple[Sequence, np.ndarray]]
+    ) -> tuple[list[PageCopies], Pages]:
+        """Takes all pages that a call needs, or none: those it copies to, and those its sequences grow by."""
         needed = -(-kv_lens.astype(np.int64) // self._spec.page_size)
         missing = np.maximum(needed - [len(sequence.pages) for sequence in sequences], 0)
-        total = int(missing.sum())
-        if not total:
-            return
-        parts = np.split(self._pool.take(total), np.cumsum(missing)[:-1])
+        sizes = [*(len(slots) for _, slots in to_copy), *missing.tolist()]
+        if not any(sizes):
+            return [], np.empty(0, np.int32)
+        try:
+            fresh = self._pool.take(sum(sizes))
+        except ResourceExhaustedError:
+            self.sweep()  # what it releases is free a moment later: the error says when to try again
+            fresh = self._pool.take(sum(sizes))
+        parts = iter(np.split(fresh, np.cumsum(sizes)[:-1]))
+        copies = [PageCopies(sequence, slots, sequence.pages[slots], next(parts)) for sequence, slots in to_copy]
         for sequence, part in zip(sequences, parts, strict=True):
             sequence.pages = np.concatenate([sequence.pages, part])
-
-    def _page_table(self, sequences: list[Sequence]) -> Int32[np.ndarray, "num_seqs pages_per_seq"]:
-        table = np.zeros((len(sequences), max((len(sequence.pages) for sequence in sequences), default=0)), np.int32)
-        for row, sequence in zip(table, sequences, strict=True):
-            row[: len(sequence.pages)] = sequence.pages
-        return table
+        return copies, fresh
 
     def _trim(self, sequence: Sequence) -> None:
         # A call in flight may have reserved pages beyond the committed length; they stay until the last one ends.
         if sequence.in_flight:
             return
-        kept = 0 if sequence.released else -(-sequence.length // self._spec.page_size)
+        kept = 0 if sequence.released else self._num_pages(sequence.length)
         if kept < len(sequence.pages):
             surplus, sequence.pages = sequence.pages[kept:], sequence.pages[:kept].copy()
-            self._clear(surplus, lambda: self._pool.give(surplus))
+            self._drop(surplus)
+
+    def _drop(self, pages: Pages) -> None:
+        self._give_back(self._pool.drop(pages))
+
+    def _give_back(self, pages: Pages) -> None:
+        if not len(pages):
+            return
+
+        def cleared(done: bool) -> None:
+            if done:
+                self._pool.give(pages)
+            else:
+                self._unclean.append(pages)
+
+        self._clear(pages, cleared)

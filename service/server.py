@@ -22,6 +22,7 @@ from attnd.service.config import ConfigError, ServerConfig
 from attnd.service.engine import Engine
 from attnd.service.rpc import generic_handler
 from attnd.service.server_service import ServerHandlers
+from attnd.service.world import World
 from attnd.v1 import attention_pb2, cache_pb2, limits, server_pb2
 
 _OPTIONS: Final = [
@@ -33,6 +34,8 @@ _OPTIONS: Final = [
     ("grpc.http2.min_ping_interval_without_data_ms", limits.KEEPALIVE_INTERVAL_MS // 3),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+
+_SWEEP_INTERVAL_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -60,16 +63,11 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     # A program of XLA:CPU is run by the thread that calls it: handing it to another costs more than a small call.
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
     engine = Engine(queue_depth_max=config.queue_depth_max)
-    caches = CacheRegistry(
-        engine,
-        platform=jax.default_backend(),
-        implementation=config.implementation,
-        size_bytes_max=config.cache_memory_bytes,
-        warm_up=config.warm_up,
-    )
+    world = World()
+    caches = CacheRegistry(engine, config, platform=jax.default_backend(), world=world)
     services = {
         attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: AttentionHandlers(caches, engine),
-        cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine),
+        cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine, world),
         server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(config, caches, engine),
     }
     server = grpc.aio.server(options=_OPTIONS)
@@ -80,6 +78,7 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     port = _listen(server, config)
     await server.start()
+    sweeping = asyncio.create_task(_sweep(caches))
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     try:
@@ -87,6 +86,7 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     finally:
         await health_servicer.enter_graceful_shutdown()
         await server.stop(config.grace_s)
+        sweeping.cancel()
         await engine.stop()
 
 
@@ -103,6 +103,16 @@ async def serve(config: ServerConfig) -> None:
         print(f"attnd serving on {server.host}:{server.port}", flush=True)  # noqa: T201 - what callers wait for
         await stop.wait()
         _log.info("stopping: calls in flight have %s s to end", config.grace_s)
+
+
+async def _sweep(caches: CacheRegistry) -> None:
+    """Gives the pages of sequences back whose lease is over; they are answered as unknown from that moment on."""
+    while True:
+        await asyncio.sleep(_SWEEP_INTERVAL_S)
+        try:
+            caches.sweep()
+        except Exception:
+            _log.exception("a sweep failed; the next one tries again")
 
 
 def _listen(server: "grpc.aio.Server", config: ServerConfig) -> int:

@@ -8,14 +8,23 @@ import pytest
 from attnd.kernels.contract import CacheSpec, Layout
 from attnd.kernels.errors import InvalidArgumentError
 from attnd.service.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
+from attnd.service.quotas import Quota
 from attnd.service.sequences import SequenceTable
+from attnd.service.world import World
 
 
-def table_of(num_pages=8, page_size=8, num_layers=2, *, cleared=None):
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def table_of(num_pages=8, page_size=8, num_layers=2, *, cleared=None, quota=None, clock=None, lease_s=60.0):
     spec = CacheSpec(
         layout=Layout.INTERLEAVED,
         num_layers=num_layers,
-        num_pages=num_pages,
+        num_pages=num_pages + 1,
         page_size=page_size,
         num_kv_heads=1,
         head_dim=4,
@@ -25,9 +34,10 @@ def table_of(num_pages=8, page_size=8, num_layers=2, *, cleared=None):
     def clear(pages, then):
         if cleared is not None:
             cleared.extend(pages.tolist())
-        then()
+        then(True)
 
-    return SequenceTable(spec, clear)
+    world = World(now=clock or Clock())
+    return SequenceTable(spec, clear, quota=quota or Quota(), world=world, lease_s=lease_s)
 
 
 def reserve(table, handles, q_lens, kv_lens, layer=0, *, append=True):

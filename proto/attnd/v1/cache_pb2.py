@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from attnd.v1 import tensor_pb2 as attnd_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x61ttnd/v1/cache.proto\x12\x08\x61ttnd.v1\x1a\x15\x61ttnd/v1/tensor.proto\"\x94\x01\n\x12\x43reateCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.attnd.v1.CacheSpec\x12#\n\x08pages_by\x18\x03 \x01(\x0e\x32\x11.attnd.v1.PagesBy\x12\x18\n\x0bnum_q_heads\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_num_q_heads\"5\n\x13\x43reateCacheResponse\x12\x1e\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x0f.attnd.v1.Cache\"\x1f\n\x0fGetCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"2\n\x10GetCacheResponse\x12\x1e\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x0f.attnd.v1.Cache\"\x13\n\x11ListCachesRequest\"5\n\x12ListCachesResponse\x12\x1f\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x0f.attnd.v1.Cache\"&\n\x12\x44\x65leteCacheRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteCacheResponse\"\xa2\x01\n\x11WritePagesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12&\n\x0cpage_indices\x18\x03 \x01(\x0b\x32\x10.attnd.v1.Tensor\x12\"\n\x08kv_pages\x18\x04 \x01(\x0b\x32\x10.attnd.v1.Tensor\x12 \n\x06scales\x18\x05 \x01(\x0b\x32\x10.attnd.v1.Tensor\"\x14\n\x12WritePagesResponse\"[\n\x10ReadPagesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12&\n\x0cpage_indices\x18\x03 \x01(\x0b\x32\x10.attnd.v1.Tensor\"Y\n\x11ReadPagesResponse\x12\"\n\x08kv_pages\x18\x01 \x01(\x0b\x32\x10.attnd.v1.Tensor\x12 \n\x06scales\x18\x02 \x01(\x0b\x32\x10.attnd.v1.Tensor\"A\n\x16\x43reateSequencesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x15\n\rnum_sequences\x18\x02 \x01(\x05\",\n\x17\x43reateSequencesResponse\x12\x11\n\tsequences\x18\x01 \x03(\x0c\"9\n\x13\x46orkSequenceRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x0c\"(\n\x14\x46orkSequenceResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x0c\"M\n\x17TruncateSequenceRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x0c\x12\x0e\n\x06length\x18\x03 \x01(\x05\"\x1a\n\x18TruncateSequenceResponse\">\n\x17ReleaseSequencesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x11\n\tsequences\x18\x02 \x03(\x0c\"\x1a\n\x18ReleaseSequencesResponse\"(\n\x14ListSequencesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\">\n\x15ListSequencesResponse\x12%\n\tsequences\x18\x01 \x03(\x0b\x32\x12.attnd.v1.Sequence\"7\n\x10KeepAliveRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x11\n\tsequences\x18\x02 \x03(\x0c\"\x13\n\x11KeepAliveResponse\"$\n\x10SaveCacheRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\"=\n\x11SaveCacheResponse\x12\x13\n\x0bsaved_bytes\x18\x01 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x03\"#\n\x13RestoreCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"c\n\x14RestoreCacheResponse\x12\x16\n\x0erestored_bytes\x18\x01 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x03\x12\x1e\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x0f.attnd.v1.Cache\"\xe2\x01\n\x05\x43\x61\x63he\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12!\n\x04spec\x18\x03 \x01(\x0b\x32\x13.attnd.v1.CacheSpec\x12#\n\x08pages_by\x18\x04 \x01(\x0e\x32\x11.attnd.v1.PagesBy\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12\x16\n\x0enum_free_pages\x18\x06 \x01(\x05\x12\x15\n\rnum_sequences\x18\x07 \x01(\x05\x12\x16\n\x0eimplementation\x18\x08 \x01(\t\x12\x16\n\x0eincarnation_id\x18\t \x01(\t\"\x9e\x01\n\tCacheSpec\x12 \n\x06layout\x18\x01 \x01(\x0e\x32\x10.attnd.v1.Layout\x12\x12\n\nnum_layers\x18\x02 \x01(\x05\x12\x11\n\tnum_pages\x18\x03 \x01(\x05\x12\x11\n\tpage_size\x18\x04 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\x05\x12\x10\n\x08head_dim\x18\x06 \x01(\x05\x12\r\n\x05\x64type\x18\x07 \x01(\t\"?\n\x08Sequence\x12\x10\n\x08sequence\x18\x01 \x01(\x0c\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x11\n\tnum_pages\x18\x03 \x01(\x05*M\n\x07PagesBy\x12\x18\n\x14PAGES_BY_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAGES_BY_CLIENT\x10\x01\x12\x13\n\x0fPAGES_BY_SERVER\x10\x02*P\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x19\n\x15LAYOUT_KV_INTERLEAVED\x10\x01\x12\x13\n\x0fLAYOUT_KV_SPLIT\x10\x02\x32\xcf\x08\n\x0c\x43\x61\x63heService\x12J\n\x0b\x43reateCache\x12\x1c.attnd.v1.CreateCacheRequest\x1a\x1d.attnd.v1.CreateCacheResponse\x12\x41\n\x08GetCache\x12\x19.attnd.v1.GetCacheRequest\x1a\x1a.attnd.v1.GetCacheResponse\x12G\n\nListCaches\x12\x1b.attnd.v1.ListCachesRequest\x1a\x1c.attnd.v1.ListCachesResponse\x12J\n\x0b\x44\x65leteCache\x12\x1c.attnd.v1.DeleteCacheRequest\x1a\x1d.attnd.v1.DeleteCacheResponse\x12G\n\nWritePages\x12\x1b.attnd.v1.WritePagesRequest\x1a\x1c.attnd.v1.WritePagesResponse\x12\x44\n\tReadPages\x12\x1a.attnd.v1.ReadPagesRequest\x1a\x1b.attnd.v1.ReadPagesResponse\x12V\n\x0f\x43reateSequences\x12 .attnd.v1.CreateSequencesRequest\x1a!.attnd.v1.CreateSequencesResponse\x12M\n\x0c\x46orkSequence\x12\x1d.attnd.v1.ForkSequenceRequest\x1a\x1e.attnd.v1.ForkSequenceResponse\x12Y\n\x10TruncateSequence\x12!.attnd.v1.TruncateSequenceRequest\x1a\".attnd.v1.TruncateSequenceResponse\x12Y\n\x10ReleaseSequences\x12!.attnd.v1.ReleaseSequencesRequest\x1a\".attnd.v1.ReleaseSequencesResponse\x12P\n\rListSequences\x12\x1e.attnd.v1.ListSequencesRequest\x1a\x1f.attnd.v1.ListSequencesResponse\x12\x44\n\tKeepAlive\x12\x1a.attnd.v1.KeepAliveRequest\x1a\x1b.attnd.v1.KeepAliveResponse\x12\x46\n\tSaveCache\x12\x1a.attnd.v1.SaveCacheRequest\x1a\x1b.attnd.v1.SaveCacheResponse0\x01\x12O\n\x0cRestoreCache\x12\x1d.attnd.v1.RestoreCacheRequest\x1a\x1e.attnd.v1.RestoreCacheResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x61ttnd/v1/cache.proto\x12\x08\x61ttnd.v1\x1a\x15\x61ttnd/v1/tensor.proto\"\x94\x01\n\x12\x43reateCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.attnd.v1.CacheSpec\x12#\n\x08pages_by\x18\x03 \x01(\x0e\x32\x11.attnd.v1.PagesBy\x12\x18\n\x0bnum_q_heads\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_num_q_heads\"5\n\x13\x43reateCacheResponse\x12\x1e\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x0f.attnd.v1.Cache\"\x1f\n\x0fGetCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"2\n\x10GetCacheResponse\x12\x1e\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x0f.attnd.v1.Cache\"\x13\n\x11ListCachesRequest\"5\n\x12ListCachesResponse\x12\x1f\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x0f.attnd.v1.Cache\"&\n\x12\x44\x65leteCacheRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteCacheResponse\"\xa2\x01\n\x11WritePagesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12&\n\x0cpage_indices\x18\x03 \x01(\x0b\x32\x10.attnd.v1.Tensor\x12\"\n\x08kv_pages\x18\x04 \x01(\x0b\x32\x10.attnd.v1.Tensor\x12 \n\x06scales\x18\x05 \x01(\x0b\x32\x10.attnd.v1.Tensor\"\x14\n\x12WritePagesResponse\"[\n\x10ReadPagesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\x05\x12&\n\x0cpage_indices\x18\x03 \x01(\x0b\x32\x10.attnd.v1.Tensor\"Y\n\x11ReadPagesResponse\x12\"\n\x08kv_pages\x18\x01 \x01(\x0b\x32\x10.attnd.v1.Tensor\x12 \n\x06scales\x18\x02 \x01(\x0b\x32\x10.attnd.v1.Tensor\"c\n\x16\x43reateSequencesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x15\n\rnum_sequences\x18\x02 \x01(\x05\x12\x14\n\x07lease_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_lease_s\",\n\x17\x43reateSequencesResponse\x12\x11\n\tsequences\x18\x01 \x03(\x0c\"9\n\x13\x46orkSequenceRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x0c\"(\n\x14\x46orkSequenceResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x0c\"M\n\x17TruncateSequenceRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x0c\x12\x0e\n\x06length\x18\x03 \x01(\x05\"\x1a\n\x18TruncateSequenceResponse\">\n\x17ReleaseSequencesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x11\n\tsequences\x18\x02 \x03(\x0c\"\x1a\n\x18ReleaseSequencesResponse\"(\n\x14ListSequencesRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\">\n\x15ListSequencesResponse\x12%\n\tsequences\x18\x01 \x03(\x0b\x32\x12.attnd.v1.Sequence\"7\n\x10KeepAliveRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x11\n\tsequences\x18\x02 \x03(\x0c\"\x13\n\x11KeepAliveResponse\"$\n\x10SaveCacheRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\"=\n\x11SaveCacheResponse\x12\x13\n\x0bsaved_bytes\x18\x01 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x03\"#\n\x13RestoreCacheRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"c\n\x14RestoreCacheResponse\x12\x16\n\x0erestored_bytes\x18\x01 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x03\x12\x1e\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x0f.attnd.v1.Cache\"\xe2\x01\n\x05\x43\x61\x63he\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12!\n\x04spec\x18\x03 \x01(\x0b\x32\x13.attnd.v1.CacheSpec\x12#\n\x08pages_by\x18\x04 \x01(\x0e\x32\x11.attnd.v1.PagesBy\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12\x16\n\x0enum_free_pages\x18\x06 \x01(\x05\x12\x15\n\rnum_sequences\x18\x07 \x01(\x05\x12\x16\n\x0eimplementation\x18\x08 \x01(\t\x12\x16\n\x0eincarnation_id\x18\t \x01(\t\"\x9e\x01\n\tCacheSpec\x12 \n\x06layout\x18\x01 \x01(\x0e\x32\x10.attnd.v1.Layout\x12\x12\n\nnum_layers\x18\x02 \x01(\x05\x12\x11\n\tnum_pages\x18\x03 \x01(\x05\x12\x11\n\tpage_size\x18\x04 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\x05\x12\x10\n\x08head_dim\x18\x06 \x01(\x05\x12\r\n\x05\x64type\x18\x07 \x01(\t\"\xa7\x01\n\x08Sequence\x12\x10\n\x08sequence\x18\x01 \x01(\x0c\x12\x0e\n\x06length\x18\x02 \x01(\x05\x12\x11\n\tnum_pages\x18\x03 \x01(\x05\x12\x17\n\x0f\x63omplete_length\x18\x04 \x01(\x05\x12\x0f\n\x07lease_s\x18\x05 \x01(\x01\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\x12\x15\n\rrestored_from\x18\x07 \x01(\x0c\x12\x0f\n\x07\x64\x61maged\x18\x08 \x01(\x08*M\n\x07PagesBy\x12\x18\n\x14PAGES_BY_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAGES_BY_CLIENT\x10\x01\x12\x13\n\x0fPAGES_BY_SERVER\x10\x02*P\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x19\n\x15LAYOUT_KV_INTERLEAVED\x10\x01\x12\x13\n\x0fLAYOUT_KV_SPLIT\x10\x02\x32\xcf\x08\n\x0c\x43\x61\x63heService\x12J\n\x0b\x43reateCache\x12\x1c.attnd.v1.CreateCacheRequest\x1a\x1d.attnd.v1.CreateCacheResponse\x12\x41\n\x08GetCache\x12\x19.attnd.v1.GetCacheRequest\x1a\x1a.attnd.v1.GetCacheResponse\x12G\n\nListCaches\x12\x1b.attnd.v1.ListCachesRequest\x1a\x1c.attnd.v1.ListCachesResponse\x12J\n\x0b\x44\x65leteCache\x12\x1c.attnd.v1.DeleteCacheRequest\x1a\x1d.attnd.v1.DeleteCacheResponse\x12G\n\nWritePages\x12\x1b.attnd.v1.WritePagesRequest\x1a\x1c.attnd.v1.WritePagesResponse\x12\x44\n\tReadPages\x12\x1a.attnd.v1.ReadPagesRequest\x1a\x1b.attnd.v1.ReadPagesResponse\x12V\n\x0f\x43reateSequences\x12 .attnd.v1.CreateSequencesRequest\x1a!.attnd.v1.CreateSequencesResponse\x12M\n\x0c\x46orkSequence\x12\x1d.attnd.v1.ForkSequenceRequest\x1a\x1e.attnd.v1.ForkSequenceResponse\x12Y\n\x10TruncateSequence\x12!.attnd.v1.TruncateSequenceRequest\x1a\".attnd.v1.TruncateSequenceResponse\x12Y\n\x10ReleaseSequences\x12!.attnd.v1.ReleaseSequencesRequest\x1a\".attnd.v1.ReleaseSequencesResponse\x12P\n\rListSequences\x12\x1e.attnd.v1.ListSequencesRequest\x1a\x1f.attnd.v1.ListSequencesResponse\x12\x44\n\tKeepAlive\x12\x1a.attnd.v1.KeepAliveRequest\x1a\x1b.attnd.v1.KeepAliveResponse\x12\x46\n\tSaveCache\x12\x1a.attnd.v1.SaveCacheRequest\x1a\x1b.attnd.v1.SaveCacheResponse0\x01\x12O\n\x0cRestoreCache\x12\x1d.attnd.v1.RestoreCacheRequest\x1a\x1e.attnd.v1.RestoreCacheResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'attnd.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAGESBY']._serialized_start=2149
-  _globals['_PAGESBY']._serialized_end=2226
-  _globals['_LAYOUT']._serialized_start=2228
-  _globals['_LAYOUT']._serialized_end=2308
+  _globals['_PAGESBY']._serialized_start=2288
+  _globals['_PAGESBY']._serialized_end=2365
+  _globals['_LAYOUT']._serialized_start=2367
+  _globals['_LAYOUT']._serialized_end=2447
   _globals['_CREATECACHEREQUEST']._serialized_start=58
   _globals['_CREATECACHEREQUEST']._serialized_end=206
   _globals['_CREATECACHERESPONSE']._serialized_start=208
@@ -61,43 +61,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READPAGESRESPONSE']._serialized_start=767
   _globals['_READPAGESRESPONSE']._serialized_end=856
   _globals['_CREATESEQUENCESREQUEST']._serialized_start=858
-  _globals['_CREATESEQUENCESREQUEST']._serialized_end=923
-  _globals['_CREATESEQUENCESRESPONSE']._serialized_start=925
-  _globals['_CREATESEQUENCESRESPONSE']._serialized_end=969
-  _globals['_FORKSEQUENCEREQUEST']._serialized_start=971
-  _globals['_FORKSEQUENCEREQUEST']._serialized_end=1028
-  _globals['_FORKSEQUENCERESPONSE']._serialized_start=1030
-  _globals['_FORKSEQUENCERESPONSE']._serialized_end=1070
-  _globals['_TRUNCATESEQUENCEREQUEST']._serialized_start=1072
-  _globals['_TRUNCATESEQUENCEREQUEST']._serialized_end=1149
-  _globals['_TRUNCATESEQUENCERESPONSE']._serialized_start=1151
-  _globals['_TRUNCATESEQUENCERESPONSE']._serialized_end=1177
-  _globals['_RELEASESEQUENCESREQUEST']._serialized_start=1179
-  _globals['_RELEASESEQUENCESREQUEST']._serialized_end=1241
-  _globals['_RELEASESEQUENCESRESPONSE']._serialized_start=1243
-  _globals['_RELEASESEQUENCESRESPONSE']._serialized_end=1269
-  _globals['_LISTSEQUENCESREQUEST']._serialized_start=1271
-  _globals['_LISTSEQUENCESREQUEST']._serialized_end=1311
-  _globals['_LISTSEQUENCESRESPONSE']._serialized_start=1313
-  _globals['_LISTSEQUENCESRESPONSE']._serialized_end=1375
-  _globals['_KEEPALIVEREQUEST']._serialized_start=1377
-  _globals['_KEEPALIVEREQUEST']._serialized_end=1432
-  _globals['_KEEPALIVERESPONSE']._serialized_start=1434
-  _globals['_KEEPALIVERESPONSE']._serialized_end=1453
-  _globals['_SAVECACHEREQUEST']._serialized_start=1455
-  _globals['_SAVECACHEREQUEST']._serialized_end=1491
-  _globals['_SAVECACHERESPONSE']._serialized_start=1493
-  _globals['_SAVECACHERESPONSE']._serialized_end=1554
-  _globals['_RESTORECACHEREQUEST']._serialized_start=1556
-  _globals['_RESTORECACHEREQUEST']._serialized_end=1591
-  _globals['_RESTORECACHERESPONSE']._serialized_start=1593
-  _globals['_RESTORECACHERESPONSE']._serialized_end=1692
-  _globals['_CACHE']._serialized_start=1695
-  _globals['_CACHE']._serialized_end=1921
-  _globals['_CACHESPEC']._serialized_start=1924
-  _globals['_CACHESPEC']._serialized_end=2082
-  _globals['_SEQUENCE']._serialized_start=2084
-  _globals['_SEQUENCE']._serialized_end=2147
-  _globals['_CACHESERVICE']._serialized_start=2311
-  _globals['_CACHESERVICE']._serialized_end=3414
+  _globals['_CREATESEQUENCESREQUEST']._serialized_end=957
+  _globals['_CREATESEQUENCESRESPONSE']._serialized_start=959
+  _globals['_CREATESEQUENCESRESPONSE']._serialized_end=1003
+  _globals['_FORKSEQUENCEREQUEST']._serialized_start=1005
+  _globals['_FORKSEQUENCEREQUEST']._serialized_end=1062
+  _globals['_FORKSEQUENCERESPONSE']._serialized_start=1064
+  _globals['_FORKSEQUENCERESPONSE']._serialized_end=1104
+  _globals['_TRUNCATESEQUENCEREQUEST']._serialized_start=1106
+  _globals['_TRUNCATESEQUENCEREQUEST']._serialized_end=1183
+  _globals['_TRUNCATESEQUENCERESPONSE']._serialized_start=1185
+  _globals['_TRUNCATESEQUENCERESPONSE']._serialized_end=1211
+  _globals['_RELEASESEQUENCESREQUEST']._serialized_start=1213
+  _globals['_RELEASESEQUENCESREQUEST']._serialized_end=1275
+  _globals['_RELEASESEQUENCESRESPONSE']._serialized_start=1277
+  _globals['_RELEASESEQUENCESRESPONSE']._serialized_end=1303
+  _globals['_LISTSEQUENCESREQUEST']._serialized_start=1305
+  _globals['_LISTSEQUENCESREQUEST']._serialized_end=1345
+  _globals['_LISTSEQUENCESRESPONSE']._serialized_start=1347
+  _globals['_LISTSEQUENCESRESPONSE']._serialized_end=1409
+  _globals['_KEEPALIVEREQUEST']._serialized_start=1411
+  _globals['_KEEPALIVEREQUEST']._serialized_end=1466
+  _globals['_KEEPALIVERESPONSE']._serialized_start=1468
+  _globals['_KEEPALIVERESPONSE']._serialized_end=1487
+  _globals['_SAVECACHEREQUEST']._serialized_start=1489
+  _globals['_SAVECACHEREQUEST']._serialized_end=1525
+  _globals['_SAVECACHERESPONSE']._serialized_start=1527
+  _globals['_SAVECACHERESPONSE']._serialized_end=1588
+  _globals['_RESTORECACHEREQUEST']._serialized_start=1590
+  _globals['_RESTORECACHEREQUEST']._serialized_end=1625
+  _globals['_RESTORECACHERESPONSE']._serialized_start=1627
+  _globals['_RESTORECACHERESPONSE']._serialized_end=1726
+  _globals['_CACHE']._serialized_start=1729
+  _globals['_CACHE']._serialized_end=1955
+  _globals['_CACHESPEC']._serialized_start=1958
+  _globals['_CACHESPEC']._serialized_end=2116
+  _globals['_SEQUENCE']._serialized_start=2119
+  _globals['_SEQUENCE']._serialized_end=2286
+  _globals['_CACHESERVICE']._serialized_start=2450
+  _globals['_CACHESERVICE']._serialized_end=3553
 # @@protoc_insertion_point(module_scope)

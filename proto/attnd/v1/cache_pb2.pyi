@@ -113,12 +113,14 @@ class ReadPagesResponse(_message.Message):
     def __init__(self, kv_pages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., scales: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class CreateSequencesRequest(_message.Message):
-    __slots__ = ("cache_id", "num_sequences")
+    __slots__ = ("cache_id", "num_sequences", "lease_s")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     num_sequences: int
-    def __init__(self, cache_id: _Optional[str] = ..., num_sequences: _Optional[int] = ...) -> None: ...
+    lease_s: float
+    def __init__(self, cache_id: _Optional[str] = ..., num_sequences: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class CreateSequencesResponse(_message.Message):
     __slots__ = ("sequences",)
@@ -261,11 +263,21 @@ class CacheSpec(_message.Message):
     def __init__(self, layout: _Optional[_Union[Layout, str]] = ..., num_layers: _Optional[int] = ..., num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("sequence", "length", "num_pages")
+    __slots__ = ("sequence", "length", "num_pages", "complete_length", "lease_s", "expires_in_s", "restored_from", "damaged")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FROM_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     sequence: bytes
     length: int
     num_pages: int
-    def __init__(self, sequence: _Optional[bytes] = ..., length: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
+    complete_length: int
+    lease_s: float
+    expires_in_s: float
+    restored_from: bytes
+    damaged: bool
+    def __init__(self, sequence: _Optional[bytes] = ..., length: _Optional[int] = ..., num_pages: _Optional[int] = ..., complete_length: _Optional[int] = ..., lease_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., restored_from: _Optional[bytes] = ..., damaged: bool = ...) -> None: ...

@@ -1,4 +1,4 @@
-"""Limits of the wire that client and server share."""
+"""What client and server agree on beside the schema."""
 
 from typing import Final
 
@@ -10,3 +10,6 @@ KEEPALIVE_INTERVAL_MS: Final = 30_000
 
 SEQUENCE_HANDLE_BYTES: Final = 16
 """Bytes of a sequence's handle."""
+
+TENANT_KEY: Final = "attnd-tenant"
+"""Metadata key that names the tenant of a call, where clients present no certificate."""

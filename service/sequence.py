@@ -1,0 +1,116 @@
+"""One sequence whose pages the server manages, and the hold that a call has on it."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int32
+
+from attnd.kernels.contract import RaggedBatch
+from attnd.service.errors import FailedPreconditionError
+from attnd.service.pages import RESERVED_PAGE, Pages
+
+Lens = Int32[np.ndarray, " num_seqs"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One sequence of a cache.
+
+    Attributes:
+        handle: Unguessable and never used again, so that a stale handle finds nothing.
+        layer_lens: int32 [num_layers]. Tokens that each layer holds.
+        pages: int32. Its pages, in order; enough for the longest layer and for every call in flight.
+        lease_s: Seconds that it lives without being used.
+        expires_at: When it is gone unless it is used before or a call is in flight.
+        shares: Whether another sequence, or a save, may hold some of its pages.
+        sealed_lens: int32 [num_layers]. Tokens that a save in progress reads; None if there is none.
+        restored_from: The handle that it had before the restart that restored it; empty if there was none.
+        damaged: Whether some of its tokens were lost in a save.
+        in_flight: Calls that use it now. Its pages are not given back while there are any.
+        released: Whether its handle is gone and only calls in flight keep its pages.
+    """
+
+    handle: bytes
+    layer_lens: Int32[np.ndarray, " num_layers"]
+    pages: Pages = field(default_factory=lambda: np.empty(0, np.int32))
+    lease_s: float
+    expires_at: float
+    shares: bool = False
+    sealed_lens: Int32[np.ndarray, " num_layers"] | None = None
+    restored_from: bytes = b""
+    damaged: bool = False
+    in_flight: list["Reservation"] = field(default_factory=list)
+    released: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the layer that holds most."""
+        return int(self.layer_lens.max())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageCopies:
+    """Pages of a sequence that a call copies before it writes, because somebody else reads them as they are.
+
+    Attributes:
+        sequence: The sequence.
+        slots: Their places in its page table.
+        sources: int32. The pages that it holds until the call has ended, and keeps if the call fails.
+        targets: int32. The pages that take their place if it succeeds.
+    """
+
+    sequence: Sequence
+    slots: np.ndarray
+    sources: Pages
+    targets: Pages
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Reservation:
+    """The hold of one call on its sequences, from admission until its work has ended.
+
+    Attributes:
+        sequences: In the order of the call.
+        layer: The layer that it attends over.
+        q_lens: int32 [num_seqs]. Tokens of the call.
+        kv_lens: int32 [num_seqs]. Lengths after the call.
+        held_lens: int32 [num_seqs]. Tokens that the layer held at admission; nobody changes them meanwhile.
+        batch: What the kernel works on.
+        copies: What is copied before anything is written. While there are any, no other call uses the sequences.
+        fresh: int32. Pages that were free before.
+        settled: Set when the work has ended.
+    """
+
+    sequences: list[Sequence]
+    layer: int
+    q_lens: Lens
+    kv_lens: Lens
+    held_lens: Lens
+    batch: RaggedBatch
+    copies: list[PageCopies]
+    fresh: Pages
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def require_held(needed_lens: Lens, held_lens: Lens, layer: int) -> None:
+    """Raises FailedPreconditionError if a layer lacks tokens before those of a call."""
+    holes = np.flatnonzero(needed_lens > held_lens)
+    if len(holes):
+        i = int(holes[0])
+        message = (
+            f"Sequence {i} of the call needs {needed_lens[i]} tokens in layer {layer} before this call's; "
+            f"the layer holds {held_lens[i]}."
+        )
+        raise FailedPreconditionError("SEQUENCE_HOLE", message)
+
+
+def page_table(sequences: list[Sequence], copies: list[PageCopies]) -> Int32[np.ndarray, "num_seqs pages_per_seq"]:
+    """Returns the pages of sequences after the copies; unused slots hold the reserved page."""
+    num_slots = max((len(sequence.pages) for sequence in sequences), default=0)
+    table = np.full((len(sequences), num_slots), RESERVED_PAGE, np.int32)
+    for row, sequence in zip(table, sequences, strict=True):
+        row[: len(sequence.pages)] = sequence.pages
+    for each in copies:
+        table[sequences.index(each.sequence), each.slots] = each.targets
+    return table
