@@ -54,12 +54,16 @@ class ServerLimits:
         queue_depth_max: Calls that may wait for the device.
         caches_size_bytes_max: Bytes of all caches together.
         sequences_max: Sequences of one cache.
+        batch_calls_max: Calls that may run as one.
+        lease_s: Seconds that a sequence lives without being used, unless it was created with a lease of its own.
     """
 
     message_bytes_max: int
     queue_depth_max: int
     caches_size_bytes_max: int
     sequences_max: int
+    batch_calls_max: int
+    lease_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,8 @@ class ServerInfo:
         resident_bytes: Resident memory of the server process.
         queue_depth: Calls waiting for the device.
         uptime_s: Seconds since the start.
+        num_calls: Jobs that the device has run: calls, and what the server does of its own.
+        num_batches: Times that it ran one or several of them at once.
     """
 
     version: str
@@ -93,6 +99,8 @@ class ServerInfo:
     resident_bytes: int
     queue_depth: int
     uptime_s: float
+    num_calls: int
+    num_batches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,12 +234,16 @@ def server_info(message: server_pb2.GetServerInfoResponse) -> ServerInfo:
             queue_depth_max=limits.queue_depth_max,
             caches_size_bytes_max=limits.caches_size_bytes_max,
             sequences_max=limits.sequences_max,
+            batch_calls_max=limits.batch_calls_max,
+            lease_s=limits.lease_s,
         ),
         num_compiled_programs=message.num_compiled_programs,
         caches_size_bytes=message.caches_size_bytes,
         resident_bytes=message.resident_bytes,
         queue_depth=message.queue_depth,
         uptime_s=message.uptime_s,
+        num_calls=message.num_calls,
+        num_batches=message.num_batches,
     )
 
 

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Protocol, TypeVar, runtime_checkable
@@ -141,6 +141,24 @@ class RaggedBatch:
         return cls(
             kv_lens=np.array(kv_lens),
             page_indices=np.where(slots < used_slots[:, np.newaxis], page_indices, np.int32(0)),
+            cu_q_lens=cu_q_lens,
+        )
+
+    @classmethod
+    def concatenated(cls, batches: Sequence["RaggedBatch"]) -> "RaggedBatch":
+        """Returns the rows of all batches, in order, as one."""
+        width = max(batch.page_indices.shape[1] for batch in batches)
+        page_indices = np.zeros((sum(batch.num_seqs for batch in batches), width), np.int32)
+        cu_q_lens = np.zeros(len(page_indices) + 1, np.int32)
+        row = 0
+        for batch in batches:
+            end = row + batch.num_seqs
+            page_indices[row:end, : batch.page_indices.shape[1]] = batch.page_indices
+            cu_q_lens[row + 1 : end + 1] = cu_q_lens[row] + batch.cu_q_lens[1:]
+            row = end
+        return cls(
+            kv_lens=np.concatenate([batch.kv_lens for batch in batches]),
+            page_indices=page_indices,
             cu_q_lens=cu_q_lens,
         )
 

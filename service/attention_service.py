@@ -72,7 +72,7 @@ class AttentionHandlers:
         settle: Callable[[bool], None] = lambda _done: None,
     ) -> bytes:
         validate_ns = time.monotonic_ns() - caller.received_at_ns
-        ran = await self._engine.run(call.run, expires_at=caller.expires_at, settle=settle)
+        ran = await self._engine.run(call, lane=call.cache.tenant, expires_at=caller.expires_at, settle=settle)
         return encode.attended(response_class, ran, call.cache.implementation.name, validate_ns)
 
 

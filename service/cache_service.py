@@ -66,7 +66,7 @@ class CacheHandlers:
         def write() -> None:
             cache.implementation.write(cache.pages, layer, page_indices, *stored(cache.spec, pages, scales))
 
-        await self._engine.run(write, expires_at=caller.expires_at)
+        await self._engine.run(write, lane=caller.tenant, expires_at=caller.expires_at)
         return pb.WritePagesResponse()
 
     async def read_pages(self, request: pb.ReadPagesRequest, caller: Caller) -> bytes:
@@ -81,7 +81,7 @@ class CacheHandlers:
         def read() -> tuple[np.ndarray, np.ndarray | None]:
             return cache.implementation.read(cache.pages, layer, page_indices)
 
-        return encode.pages(*(await self._engine.run(read, expires_at=caller.expires_at)).value)
+        return encode.pages(*(await self._engine.run(read, lane=caller.tenant, expires_at=caller.expires_at)).value)
 
     async def create_sequences(self, request: pb.CreateSequencesRequest, caller: Caller) -> pb.CreateSequencesResponse:
         """Creates empty sequences."""
@@ -98,7 +98,7 @@ class CacheHandlers:
     ) -> pb.TruncateSequenceResponse:
         """Shortens a sequence."""
         await self._table(request, caller).truncate(request.sequence, request.length)
-        await self._engine.flush()  # pages are free only once they are cleared
+        await self._engine.flush(caller.tenant)  # pages are free only once they are cleared
         return pb.TruncateSequenceResponse()
 
     async def release_sequences(
@@ -106,7 +106,7 @@ class CacheHandlers:
     ) -> pb.ReleaseSequencesResponse:
         """Releases sequences and their pages."""
         self._table(request, caller).release(request.sequences)
-        await self._engine.flush()
+        await self._engine.flush(caller.tenant)
         return pb.ReleaseSequencesResponse()
 
     async def list_sequences(self, request: pb.ListSequencesRequest, caller: Caller) -> pb.ListSequencesResponse:

@@ -211,7 +211,7 @@ class CacheRegistry:
 
         self._being_created[tenant, name] = memory.size_bytes
         try:
-            pages = (await self._engine.run(allocate)).value
+            pages = (await self._engine.run(allocate, lane=tenant)).value
         except BaseException:
             if not by_server:
                 quota.give_pages(spec.num_pages)
@@ -228,7 +228,7 @@ class CacheRegistry:
             implementation=implementation,
             pages=pages,
             quota=quota,
-            sequences=self._sequences(memory, implementation, pages, quota) if by_server else None,
+            sequences=self._sequences(tenant, memory, implementation, pages) if by_server else None,
             warm_up=warm_up if self._config.warm_up else None,
             debug_checks=self._config.debug_checks,
         )
@@ -272,9 +272,9 @@ class CacheRegistry:
         )
 
     def _sequences(
-        self, spec: CacheSpec, implementation: Implementation[Any], pages: Any, quota: Quota
+        self, tenant: str, spec: CacheSpec, implementation: Implementation[Any], pages: Any
     ) -> SequenceTable:
         def clear(freed: Int32[np.ndarray, " n"], then: Callable[[bool], None]) -> None:
-            self._engine.post(lambda: implementation.clear(pages, freed), then)
+            self._engine.post(lambda: implementation.clear(pages, freed), then, lane=tenant)
 
-        return SequenceTable(spec, clear, quota=quota, world=self._world, lease_s=self._config.lease_s)
+        return SequenceTable(spec, clear, quota=self._quotas[tenant], world=self._world, lease_s=self._config.lease_s)

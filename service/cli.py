@@ -40,6 +40,12 @@ def serve(
     queue_depth_max: Annotated[
         int, typer.Option(envvar="ATTND_QUEUE_DEPTH_MAX", help="Calls that may wait.")
     ] = _DEFAULTS.queue_depth_max,
+    batch_calls_max: Annotated[
+        int, typer.Option(envvar="ATTND_BATCH_CALLS_MAX", help="Calls that may run as one.")
+    ] = _DEFAULTS.batch_calls_max,
+    metrics_port: Annotated[
+        int | None, typer.Option(envvar="ATTND_METRICS_PORT", help="Port of Prometheus' metrics; none if not given.")
+    ] = None,
     lease_s: Annotated[
         float, typer.Option(envvar="ATTND_LEASE_S", help="Seconds that a sequence lives without being used.")
     ] = _DEFAULTS.lease_s,
@@ -79,6 +85,8 @@ def serve(
             warm_up=warm_up,
             cache_bytes_max=cache_bytes_max,
             queue_depth_max=queue_depth_max,
+            batch_calls_max=batch_calls_max,
+            metrics_port=metrics_port,
             lease_s=lease_s,
             tenant_pages_max=tenant_pages_max,
             tenant_sequences_max=tenant_sequences_max,

@@ -46,6 +46,8 @@ class ServerConfig:
             later one waits; otherwise each program is compiled when it is first needed.
         cache_bytes_max: Bytes that all caches together may take; None for `MEMORY_SHARE` of the machine's.
         queue_depth_max: Calls that may wait for the engine.
+        batch_calls_max: Calls that may run as one; 1 runs each alone.
+        metrics_port: TCP port of Prometheus' metrics, on `host`; None for none.
         lease_s: Seconds that a sequence lives without being used, unless it was created with a lease of its own.
         tenant_pages_max: Pages that all caches of one tenant may hold; None for no limit.
         tenant_sequences_max: Sequences that all caches of one tenant may hold; None for no limit.
@@ -63,6 +65,8 @@ class ServerConfig:
     warm_up: bool = True
     cache_bytes_max: int | None = None
     queue_depth_max: int = 1024
+    batch_calls_max: int = 64
+    metrics_port: int | None = None
     lease_s: float = 3600.0
     tenant_pages_max: int | None = None
     tenant_sequences_max: int | None = None
@@ -72,9 +76,15 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} must be in [0, 65535].")
-        if self.queue_depth_max < 1:
-            raise ConfigError(f"queue_depth_max={self.queue_depth_max} must be positive.")
-        for name in ("cache_bytes_max", "tenant_pages_max", "tenant_sequences_max"):
+        if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
+            raise ConfigError(f"metrics_port={self.metrics_port} must be in [1, 65535].")
+        for name in (
+            "queue_depth_max",
+            "batch_calls_max",
+            "cache_bytes_max",
+            "tenant_pages_max",
+            "tenant_sequences_max",
+        ):
             limit = getattr(self, name)
             if limit is not None and limit < 1:
                 raise ConfigError(f"{name}={limit} must be positive.")

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
+from attnd.service.batching import Joinable, Lanes
 from attnd.service.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
+from attnd.service.metrics import Metrics
 
 T = TypeVar("T")
 
@@ -40,23 +42,31 @@ class Ran(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    work: Callable[[], Any]
+    work: Callable[[], Any] | Joinable[Any]
     settle: Callable[[bool], None]
     expires_at: float
+    lane: str
     future: "asyncio.Future[Ran[Any]]"
     queued_at_ns: int = field(default_factory=time.monotonic_ns)
 
 
 class Engine:
-    """Runs jobs one after another on a thread of its own.
+    """Runs jobs one after another on a thread of its own; calls that wait and can run as one, together.
 
     All methods are called from the event loop's thread. A job is settled exactly once, on that thread, after its work
     has ended or was dropped, whatever became of the call that asked for it: so pages stay pinned while a kernel uses
     them, and only work whose caller still waits is committed.
+
+    Args:
+        queue_depth_max: Jobs that may wait or run.
+        batch_calls_max: Calls that may run as one. A call never waits for others to join it.
+        metrics: Told of every batch.
     """
 
-    def __init__(self, *, queue_depth_max: int) -> None:
+    def __init__(self, *, queue_depth_max: int, batch_calls_max: int, metrics: Metrics) -> None:
         self._queue_depth_max = queue_depth_max
+        self._lanes: Lanes[_Job] = Lanes(batch_calls_max)
+        self._metrics = metrics
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._depth = 0
         self._stopping = False
@@ -72,12 +82,18 @@ class Engine:
         return self._depth
 
     async def run(
-        self, work: Callable[[], T], *, expires_at: float = math.inf, settle: Callable[[bool], None] = _ignore
+        self,
+        work: Callable[[], T] | Joinable[T],
+        *,
+        lane: str = "",
+        expires_at: float = math.inf,
+        settle: Callable[[bool], None] = _ignore,
     ) -> Ran[T]:
         """Runs `work` on the engine's thread and returns what it gives.
 
         Args:
             work: The job. It is dropped if its caller is gone, or its time is up, before its turn.
+            lane: Whose it is: jobs of one lane keep their order, and lanes take turns.
             expires_at: `time.monotonic()` after which the work must not begin.
             settle: Called on the event loop's thread when the work has ended or was dropped, before this returns;
                 with True if the work succeeded and its caller still waits. Called, too, when the queue is full.
@@ -92,15 +108,15 @@ class Engine:
             settle(False)
             message = f"The queue is full: queue_depth_max={self._queue_depth_max} calls wait for the engine."
             raise ResourceExhaustedError("QUEUE_FULL", message, retry_delay_s=QUEUE_FULL_RETRY_S)
-        return await self._put(work, settle, expires_at)
+        return await self._put(work, settle, expires_at, lane)
 
-    def post(self, work: Callable[[], None], settle: Callable[[bool], None]) -> None:
+    def post(self, work: Callable[[], None], settle: Callable[[bool], None], *, lane: str = "") -> None:
         """Queues work of the server's own, which no call waits for and no bound refuses."""
-        self._put(work, settle, math.inf).add_done_callback(_report)
+        self._put(work, settle, math.inf, lane).add_done_callback(_report)
 
-    async def flush(self) -> None:
-        """Returns when the jobs queued before have been settled."""
-        await self._put(lambda: None, _ignore, math.inf)
+    async def flush(self, lane: str = "") -> None:
+        """Returns when the jobs queued before in a lane have been settled."""
+        await self._put(lambda: None, _ignore, math.inf, lane)
 
     async def stop(self) -> None:
         """Waits for the queue to drain and ends the thread. Later jobs are refused."""
@@ -113,7 +129,7 @@ class Engine:
         self._thread.start()
 
     def _put(
-        self, work: Callable[[], Any], settle: Callable[[bool], None], expires_at: float
+        self, work: Callable[[], Any] | Joinable[Any], settle: Callable[[bool], None], expires_at: float, lane: str
     ) -> "asyncio.Future[Ran[Any]]":
         future: asyncio.Future[Ran[Any]] = self._loop.create_future()
         if self._stopping:
@@ -122,31 +138,46 @@ class Engine:
             return future
         self._depth += 1
         self._idle.clear()
-        self._queue.put(_Job(work, settle, expires_at, future))
+        self._queue.put(_Job(work, settle, expires_at, lane, future))
         return future
 
     def _serve(self) -> None:
-        while (job := self._queue.get()) is not None:
-            ran, error = self._carry_out(job)
-            self._loop.call_soon_threadsafe(self._finish, job, ran, error)
-            # The loop holds the answer now; keeping it here until the next job would keep its arrays alive.
-            del job, ran, error
+        while self._fill():
+            for outcome in self._carry_out(self._lanes.take()):
+                self._loop.call_soon_threadsafe(self._finish, *outcome)
+                # The loop holds the answer now; keeping it here until the next job would keep its arrays alive.
+                del outcome
 
-    @staticmethod
-    def _carry_out(job: _Job) -> tuple[Ran[Any], Exception | None]:
-        started_at_ns = time.monotonic_ns()
-        value: Any = None
-        error: Exception | None = None
-        if job.future.cancelled():
-            error = DeadlineExceededError("CALLER_GONE", "The caller is gone.")
-        elif time.monotonic() > job.expires_at:
-            error = DeadlineExceededError("QUEUED_TOO_LONG", "The deadline passed before the call's turn came.")
-        else:
-            try:
-                value = job.work()
-            except Exception as raised:  # the caller gets it, whatever it is
-                error = raised
-        return Ran(value, started_at_ns - job.queued_at_ns, time.monotonic_ns()), error
+    def _fill(self) -> bool:
+        """Moves what was queued to its lane, waiting if nothing was; returns False when the engine is to end."""
+        try:
+            while True:
+                job = self._queue.get(block=not self._lanes)
+                if job is None:
+                    return False
+                self._lanes.put(job)
+        except queue.Empty:
+            return True
+
+    def _carry_out(self, jobs: list[_Job]) -> list[tuple[_Job, Ran[Any], Exception | None]]:
+        started_at_ns, now = time.monotonic_ns(), time.monotonic()
+        outcomes: dict[int, Any] = {}
+        for i, job in enumerate(jobs):
+            if job.future.cancelled():
+                outcomes[i] = DeadlineExceededError("CALLER_GONE", "The caller is gone.")
+            elif now > job.expires_at:
+                message = "The deadline passed before the call's turn came."
+                outcomes[i] = DeadlineExceededError("QUEUED_TOO_LONG", message)
+        live = [i for i in range(len(jobs)) if i not in outcomes]
+        outcomes.update(zip(live, _results([jobs[i].work for i in live]), strict=True))
+        ended_at_ns = time.monotonic_ns()
+        self._metrics.ran([started_at_ns - jobs[i].queued_at_ns for i in live], ended_at_ns - started_at_ns)
+        finished = []
+        for i, job in enumerate(jobs):
+            failed = isinstance(outcomes[i], Exception)
+            ran = Ran(None if failed else outcomes[i], started_at_ns - job.queued_at_ns, ended_at_ns)
+            finished.append((job, ran, outcomes[i] if failed else None))
+        return finished
 
     def _finish(self, job: _Job, ran: Ran[Any], error: Exception | None) -> None:
         self._depth -= 1
@@ -160,6 +191,17 @@ class Engine:
             job.future.set_result(ran)
         else:
             job.future.set_exception(error)
+
+
+def _results(works: list[Any]) -> list[Any]:
+    """Returns what each work gives, or the exception that its caller gets, whatever it is."""
+    if len(works) > 1:
+        results: list[Any] = type(works[0]).run_all(works)
+        return results
+    try:
+        return [work.run() if isinstance(work, Joinable) else work() for work in works]
+    except Exception as error:
+        return [error]
 
 
 def _report(future: "asyncio.Future[Ran[Any]]") -> None:

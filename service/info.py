@@ -54,6 +54,7 @@ def _server_table(address: str, info: server_pb2.GetServerInfoResponse) -> Table
         "resident": _size(info.resident_bytes),
         "compiled programs": str(info.num_compiled_programs),
         "queue": f"{info.queue_depth} of {info.limits.queue_depth_max}",
+        "calls": f"{info.num_calls} in {info.num_batches} batches",
         "message limit": _size(info.limits.message_bytes_max),
         "incarnation": info.incarnation_id,
     }

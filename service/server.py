@@ -20,6 +20,7 @@ from attnd.service.cache_service import CacheHandlers
 from attnd.service.caches import CacheRegistry
 from attnd.service.config import ConfigError, ServerConfig
 from attnd.service.engine import Engine
+from attnd.service.metrics import Metrics
 from attnd.service.rpc import generic_handler
 from attnd.service.server_service import ServerHandlers
 from attnd.service.world import World
@@ -62,13 +63,14 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     """
     # A program of XLA:CPU is run by the thread that calls it: handing it to another costs more than a small call.
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
-    engine = Engine(queue_depth_max=config.queue_depth_max)
+    metrics = Metrics()
+    engine = Engine(queue_depth_max=config.queue_depth_max, batch_calls_max=config.batch_calls_max, metrics=metrics)
     world = World()
     caches = CacheRegistry(engine, config, platform=jax.default_backend(), world=world)
     services = {
         attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: AttentionHandlers(caches, engine),
         cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine, world),
-        server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(config, caches, engine),
+        server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(config, caches, engine, metrics),
     }
     server = grpc.aio.server(options=_OPTIONS)
     server.add_generic_rpc_handlers([generic_handler(service, handlers) for service, handlers in services.items()])
@@ -77,6 +79,9 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     names = [service.full_name for service in services]
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     port = _listen(server, config)
+    metrics.watch(engine, caches)
+    if config.metrics_port is not None:
+        _serve_metrics(metrics, config.host, config.metrics_port)
     await server.start()
     sweeping = asyncio.create_task(_sweep(caches))
     for name in ("", *names):
@@ -113,6 +118,13 @@ async def _sweep(caches: CacheRegistry) -> None:
             caches.sweep()
         except Exception:
             _log.exception("a sweep failed; the next one tries again")
+
+
+def _serve_metrics(metrics: Metrics, host: str, port: int) -> None:
+    try:
+        metrics.serve(host, port)
+    except OSError as error:
+        raise ConfigError(f"Cannot serve metrics on port {port}: {error.strerror}.") from error
 
 
 def _listen(server: "grpc.aio.Server", config: ServerConfig) -> int:

@@ -10,6 +10,7 @@ from attnd.kernels import registry
 from attnd.service.caches import CacheRegistry
 from attnd.service.config import ServerConfig
 from attnd.service.engine import Engine
+from attnd.service.metrics import Metrics
 from attnd.service.rpc import Caller
 from attnd.service.sequences import SEQUENCES_MAX
 from attnd.v1 import limits
@@ -19,10 +20,11 @@ from attnd.v1 import server_pb2 as pb
 class ServerHandlers:
     """Handlers of attnd.v1.ServerService."""
 
-    def __init__(self, config: ServerConfig, caches: CacheRegistry, engine: Engine) -> None:
+    def __init__(self, config: ServerConfig, caches: CacheRegistry, engine: Engine, metrics: Metrics) -> None:
         self._config = config
         self._caches = caches
         self._engine = engine
+        self._metrics = metrics
         self._started_at = time.monotonic()
         self._process = psutil.Process()
 
@@ -40,10 +42,14 @@ class ServerHandlers:
                 queue_depth_max=self._config.queue_depth_max,
                 caches_size_bytes_max=self._config.cache_memory_bytes,
                 sequences_max=SEQUENCES_MAX,
+                batch_calls_max=self._config.batch_calls_max,
+                lease_s=self._config.lease_s,
             ),
             num_compiled_programs=self._caches.num_compiled_programs,
             caches_size_bytes=self._caches.size_bytes,
             resident_bytes=self._process.memory_info().rss,
             queue_depth=self._engine.depth,
+            num_calls=self._metrics.num_calls,
+            num_batches=self._metrics.num_batches,
             uptime_s=time.monotonic() - self._started_at,
         )

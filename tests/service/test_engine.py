@@ -8,6 +8,11 @@ import pytest
 
 from attnd.service.engine import Engine
 from attnd.service.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
+from attnd.service.metrics import Metrics
+
+
+def engine_of(queue_depth_max, batch_calls_max=64):
+    return Engine(queue_depth_max=queue_depth_max, batch_calls_max=batch_calls_max, metrics=Metrics())
 
 
 def run(scenario):
@@ -16,7 +21,7 @@ def run(scenario):
 
 def test_runs_every_job_on_one_thread_in_order():
     async def scenario():
-        engine = Engine(queue_depth_max=100)
+        engine = engine_of(queue_depth_max=100)
         seen = []
         ran = await asyncio.gather(
             *(engine.run(lambda i=i: seen.append(i) or threading.get_ident()) for i in range(50))
@@ -31,7 +36,7 @@ def test_runs_every_job_on_one_thread_in_order():
 
 def test_refuses_calls_beyond_the_queue_at_once_and_settles_them():
     async def scenario():
-        engine = Engine(queue_depth_max=2)
+        engine = engine_of(queue_depth_max=2)
         gate = threading.Event()
         held = [asyncio.create_task(engine.run(gate.wait)) for _ in range(2)]
         await asyncio.sleep(0)
@@ -51,7 +56,7 @@ def test_refuses_calls_beyond_the_queue_at_once_and_settles_them():
 
 def test_drops_jobs_whose_deadline_passed_in_the_queue():
     async def scenario():
-        engine = Engine(queue_depth_max=10)
+        engine = engine_of(queue_depth_max=10)
         ran, settled = [], []
         slow = asyncio.create_task(engine.run(lambda: time.sleep(0.1)))
         await asyncio.sleep(0)
@@ -67,7 +72,7 @@ def test_drops_jobs_whose_deadline_passed_in_the_queue():
 
 def test_a_cancelled_call_is_settled_uncommitted_and_only_after_its_work_has_ended():
     async def scenario():
-        engine = Engine(queue_depth_max=10)
+        engine = engine_of(queue_depth_max=10)
         started, gate, order = threading.Event(), threading.Event(), []
 
         def work():
@@ -91,7 +96,7 @@ def test_a_cancelled_call_is_settled_uncommitted_and_only_after_its_work_has_end
 
 def test_a_cancelled_call_that_waits_is_never_run():
     async def scenario():
-        engine = Engine(queue_depth_max=10)
+        engine = engine_of(queue_depth_max=10)
         gate, ran = threading.Event(), []
         first = asyncio.create_task(engine.run(gate.wait))
         second = asyncio.create_task(engine.run(lambda: ran.append(1)))
@@ -109,7 +114,7 @@ def test_a_cancelled_call_that_waits_is_never_run():
 
 def test_an_exception_reaches_the_caller_and_the_engine_goes_on():
     async def scenario():
-        engine = Engine(queue_depth_max=10)
+        engine = engine_of(queue_depth_max=10)
         settled = []
         with pytest.raises(ZeroDivisionError):
             await engine.run(lambda: 1 // 0, settle=settled.append)
@@ -122,7 +127,7 @@ def test_an_exception_reaches_the_caller_and_the_engine_goes_on():
 
 def test_stop_drains_the_queue_and_refuses_later_calls():
     async def scenario():
-        engine = Engine(queue_depth_max=10)
+        engine = engine_of(queue_depth_max=10)
         calls = [asyncio.create_task(engine.run(lambda i=i: time.sleep(0.01) or i)) for i in range(5)]
         await asyncio.sleep(0)
         await engine.stop()

@@ -11,7 +11,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "jax_version", "incarnation_id", "platform", "devices", "implementations", "limits", "num_compiled_programs", "caches_size_bytes", "resident_bytes", "queue_depth", "uptime_s")
+    __slots__ = ("version", "jax_version", "incarnation_id", "platform", "devices", "implementations", "limits", "num_compiled_programs", "caches_size_bytes", "resident_bytes", "queue_depth", "uptime_s", "num_calls", "num_batches")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class GetServerInfoResponse(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_DEPTH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CALLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
     version: str
     jax_version: str
     incarnation_id: str
@@ -36,7 +38,9 @@ class GetServerInfoResponse(_message.Message):
     resident_bytes: int
     queue_depth: int
     uptime_s: float
-    def __init__(self, version: _Optional[str] = ..., jax_version: _Optional[str] = ..., incarnation_id: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., implementations: _Optional[_Iterable[_Union[Implementation, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., num_compiled_programs: _Optional[int] = ..., caches_size_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., queue_depth: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    num_calls: int
+    num_batches: int
+    def __init__(self, version: _Optional[str] = ..., jax_version: _Optional[str] = ..., incarnation_id: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., implementations: _Optional[_Iterable[_Union[Implementation, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., num_compiled_programs: _Optional[int] = ..., caches_size_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., queue_depth: _Optional[int] = ..., uptime_s: _Optional[float] = ..., num_calls: _Optional[int] = ..., num_batches: _Optional[int] = ...) -> None: ...
 
 class Device(_message.Message):
     __slots__ = ("id", "kind")
@@ -53,13 +57,17 @@ class Implementation(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("message_bytes_max", "queue_depth_max", "caches_size_bytes_max", "sequences_max")
+    __slots__ = ("message_bytes_max", "queue_depth_max", "caches_size_bytes_max", "sequences_max", "batch_calls_max", "lease_s")
     MESSAGE_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     QUEUE_DEPTH_MAX_FIELD_NUMBER: _ClassVar[int]
     CACHES_SIZE_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_MAX_FIELD_NUMBER: _ClassVar[int]
+    BATCH_CALLS_MAX_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     message_bytes_max: int
     queue_depth_max: int
     caches_size_bytes_max: int
     sequences_max: int
-    def __init__(self, message_bytes_max: _Optional[int] = ..., queue_depth_max: _Optional[int] = ..., caches_size_bytes_max: _Optional[int] = ..., sequences_max: _Optional[int] = ...) -> None: ...
+    batch_calls_max: int
+    lease_s: float
+    def __init__(self, message_bytes_max: _Optional[int] = ..., queue_depth_max: _Optional[int] = ..., caches_size_bytes_max: _Optional[int] = ..., sequences_max: _Optional[int] = ..., batch_calls_max: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
