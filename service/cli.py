@@ -1,6 +1,7 @@
 """The command `attnd`."""
 
 import asyncio
+import importlib.metadata
 import logging
 from pathlib import Path
 from typing import Annotated, Final
@@ -137,6 +138,8 @@ def compile_programs(
 
 def main() -> None:
     """Runs the command line."""
+    for command in importlib.metadata.entry_points(group="attnd.commands"):
+        app.command(command.name)(command.load())
     app()
 
 

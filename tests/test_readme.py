@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from attnd.service.cli import app
@@ -41,4 +42,5 @@ def test_every_make_target_and_command_it_shows_exists():
     for target in re.findall(r"make ([a-z-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    commands |= {command.name for command in entry_points(group="attnd.commands")}
     assert set(re.findall(r"^attnd (\w+)", README, re.MULTILINE)) <= commands
