@@ -1,9 +1,8 @@
 """The awaiting client: the same methods as the blocking one, in the same order."""
 
-import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
@@ -12,11 +11,12 @@ import grpc.aio
 import numpy.typing as npt
 
 from attnd.client import _attention, _caches, _steps
-from attnd.client._calls import METHODS, CacheHandle, Call, SequenceHandle, public
-from attnd.client._channel import CHANNEL_OPTIONS, Settings, tenant_metadata
-from attnd.client._core import Core, Sending
-from attnd.client._errors import FailedPreconditionError
+from attnd.client._calls import CacheHandle, Call, SequenceHandle, public
+from attnd.client._channel import Settings, tenant_metadata
+from attnd.client._core import Core
 from attnd.client._info import CacheInfo, CallRecord
+from attnd.client._transport import AsyncTransport, RefusalError
+from attnd.client._unary import AsyncUnaryTransport
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
@@ -24,25 +24,21 @@ ResultT = TypeVar("ResultT")
 
 
 class AsyncExecutor:
-    """Runs calls over a gRPC channel of one event loop and awaits each. Tasks may share it."""
+    """Runs calls over a transport and awaits each. Tasks of one event loop may share it."""
 
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._channel: grpc.aio.Channel
-        self._stubs: dict[str, Callable[..., Awaitable[bytes]]]
+        self._transport: AsyncTransport = AsyncUnaryTransport(self.core)
 
     async def run(self, call: Call[AnswerT], started_ns: int) -> AnswerT:
         """Runs one call."""
-        self.core.check_usable()
-        self._connect()
         conversation = self.core.converse(call, started_ns)
         try:
             sending = next(conversation)
             while True:
                 try:
-                    answer = await self._send(sending)
-                except grpc.RpcError as error:
+                    answer = await self._transport.send(sending)
+                except (grpc.RpcError, RefusalError) as error:
                     sending = conversation.throw(error)
                 else:
                     sending = conversation.send(answer)
@@ -51,38 +47,10 @@ class AsyncExecutor:
             return result
 
     async def close(self) -> None:
-        """Closes the channel; calls that still run are cancelled."""
-        # A channel inherited through a fork is the parent's to close, one of another loop nobody's: either would hang.
-        open_here = not (self.core.closed or self.core.forked) and self._loop is asyncio.get_running_loop()
-        self.core.closed = True
-        if open_here:
-            await self._channel.close()
-
-    def _connect(self) -> None:
-        # gRPC ties a channel to the loop in which it is made, so it is made at the first call: the client itself may
-        # be made where no loop runs.
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            settings = self.core.settings
-            if settings.credentials is None:
-                self._channel = grpc.aio.insecure_channel(settings.address, CHANNEL_OPTIONS)
-            else:
-                self._channel = grpc.aio.secure_channel(settings.address, settings.credentials, CHANNEL_OPTIONS)
-            self._stubs = {name: self._channel.unary_unary(method.path) for name, method in METHODS.items()}
-            self._loop = loop
-        elif self._loop is not loop:
-            raise FailedPreconditionError(
-                "This client belongs to another event loop: make one client for each loop.", reason="CLIENT_OTHER_LOOP"
-            )
-
-    async def _send(self, sending: Sending) -> bytes:
-        try:
-            return await self._stubs[sending.method.name](
-                sending.message, timeout=sending.timeout_s, metadata=self.core.settings.metadata
-            )
-        except grpc.aio.UsageError:  # gRPC's answer to a channel that another task closes at this moment
-            self.core.check_usable()
-            raise
+        """Closes the connection; calls that still run are cancelled."""
+        if not self.core.closed:
+            self.core.closed = True
+            await self._transport.close()
 
 
 @overload

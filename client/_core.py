@@ -1,55 +1,37 @@
 """The course of a call, without the waiting: both clients run this, one blocking and one awaiting.
 
-A conversation is a generator. It yields what is to be sent and is given the answer's bytes, or thrown gRPC's error;
-what it returns is the caller's result. Another transport (a session, shared memory) is another way to serve the
-messages that it yields.
+A conversation is a generator. It yields what is to be sent and is given the answer, or thrown the transport's error;
+what it returns is the caller's result. How a request travels is the transport's affair (`_transport.py`).
 """
 
 import os
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
-from google.rpc import error_details_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from attnd.client import _caches, _info
-from attnd.client._calls import METHODS, Call, Method
+from attnd.client._calls import METHODS, Call
 from attnd.client._channel import Settings, check_timeout
 from attnd.client._errors import (
     AttndError,
     FailedPreconditionError,
-    InternalError,
     NotFoundError,
-    ResourceExhaustedError,
     SessionLostError,
     class_of,
 )
 from attnd.client._info import CallRecord, ServerInfo
-from attnd.v1 import envelope, tensors
+from attnd.client._transport import Answer, RefusalError, Sending
 from attnd.v1.limits import MESSAGE_BYTES_MAX
 
 ResultT = TypeVar("ResultT")
 
 _DOMAIN: Final = "attnd"
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """One message on its way.
-
-    Attributes:
-        method: The rpc.
-        message: The request's bytes.
-        timeout_s: Seconds to wait for the answer; None: as long as it takes.
-    """
-
-    method: Method
-    message: bytes
-    timeout_s: float | None
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Core:
@@ -72,6 +54,13 @@ class Core:
         """Whether this process inherited the client rather than made it."""
         return os.getpid() != self._pid
 
+    @property
+    def message_bytes_max(self) -> int:
+        """Bytes that a message may have."""
+        if self.server is not None and self.server.limits.message_bytes_max > 0:
+            return min(MESSAGE_BYTES_MAX, self.server.limits.message_bytes_max)
+        return MESSAGE_BYTES_MAX
+
     def check_usable(self) -> None:
         """Refuses calls that would hang or fail in gRPC's depths.
 
@@ -87,7 +76,7 @@ class Core:
         if self.closed:
             raise FailedPreconditionError("This client is closed.", reason="CLIENT_CLOSED")
 
-    def converse(self, call: Call[ResultT], started_ns: int) -> Generator[Sending, bytes, ResultT]:
+    def converse(self, call: Call[ResultT], started_ns: int) -> Generator[Sending, Answer, ResultT]:
         """Carries out a call.
 
         Args:
@@ -95,7 +84,7 @@ class Core:
             started_ns: `time.perf_counter_ns` when the caller made it.
 
         Yields:
-            What to send; expects the answer's bytes, or gRPC's error thrown.
+            What to send; expects the answer, or the transport's error thrown.
 
         Raises:
             AttndError: The call failed.
@@ -110,69 +99,55 @@ class Core:
                 ) from error.__cause__
             raise
 
-    def _ask(self, call: Call[ResultT], started_ns: int) -> Generator[Sending, bytes, ResultT]:
+    def _ask(self, call: Call[ResultT], started_ns: int) -> Generator[Sending, Answer, ResultT]:
         self.check_usable()
         check_timeout(call.timeout_s)
         method = METHODS[call.method]
         timeout_s = self.settings.timeout_s if call.timeout_s is None else call.timeout_s
-        sending = Sending(method, self._encode(call), timeout_s)
+        sending = Sending(method, call.request, call.arrays, timeout_s)
         try:
             answer = yield sending
         except grpc.RpcError as error:
             raise self._error_of(error, sending) from error
-        try:
-            response, arrays = envelope.unpack(answer, method.response_type)
-        except (DecodeError, tensors.TensorError) as error:
-            message = f"The answer to {method.name} cannot be read: {error}"
-            raise InternalError(message, reason="ANSWER_MALFORMED") from error
-        result = call.read(response, arrays)
-        self._record(sending, answer, response, started_ns)
+        except RefusalError as error:
+            raise self._refusal(error.status) from error
+        result = call.read(answer.response, answer.arrays)
+        self._record(sending, answer, started_ns)
         return result
 
-    def _restarted_since(self, incarnation_id: str) -> Generator[Sending, bytes, bool]:
+    def _restarted_since(self, incarnation_id: str) -> Generator[Sending, Answer, bool]:
         try:
             self.server = yield from self._ask(_caches.server_info(None), time.perf_counter_ns())
         except AttndError:
             return False  # Unknown: the error at hand stands as it is.
         return self.server.incarnation_id != incarnation_id
 
-    def _encode(self, call: Call[Any]) -> bytes:
-        limit = MESSAGE_BYTES_MAX
-        if self.server is not None and self.server.limits.message_bytes_max > 0:
-            limit = min(limit, self.server.limits.message_bytes_max)
-        # Known before anything is copied, but for the header, which is small.
-        size = sum(array.nbytes for array in call.arrays.values())
-        message = envelope.pack(call.request, call.arrays) if size <= limit else b""
-        size = max(size, len(message))
-        if size > limit:
-            raise ResourceExhaustedError(
-                f"The message of {call.method} has {size} bytes, at most {limit} are taken: send fewer rows.",
-                reason="MESSAGE_TOO_LARGE",
-            )
-        return message
-
-    def _record(self, sending: Sending, answer: bytes, response: Message, started_ns: int) -> None:
+    def _record(self, sending: Sending, answer: Answer, started_ns: int) -> None:
         if self.settings.on_call is None:
             return
-        timings: Any = getattr(response, "timings", None)
+        timings: Any = getattr(answer.response, "timings", None)
         self.settings.on_call(
             CallRecord(
                 method=sending.method.name,
                 total_ns=time.perf_counter_ns() - started_ns,
-                request_bytes=len(sending.message),
-                response_bytes=len(answer),
+                request_bytes=answer.request_bytes,
+                response_bytes=answer.response_bytes,
                 timings=None if timings is None else _info.timings(timings),
-                implementation=getattr(response, "implementation", ""),
+                implementation=getattr(answer.response, "implementation", ""),
             )
         )
 
     def _error_of(self, error: Any, sending: Sending) -> AttndError:
         code: grpc.StatusCode = error.code()
         details: dict[str, Any] = _details_of(error)
-        message = error.details() or f"The server answered {code.name} without a reason."
+        message = error.details() or _silent(code)
         if not details:
             message = self._explained(code, message, sending)
         return class_of(code)(message, **details)
+
+    def _refusal(self, status: status_pb2.Status) -> AttndError:
+        code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+        return class_of(code)(status.message or _silent(code), **_details_in(status))
 
     def _explained(self, code: grpc.StatusCode, message: str, sending: Sending) -> str:
         # The text is gRPC's own, or another program's: say what it means for whoever called attnd.
@@ -194,8 +169,16 @@ def _details_of(error: Any) -> dict[str, Any]:
         status = rpc_status.from_call(error)
     except (ValueError, DecodeError):  # Trailers that contradict the status or are not attnd's: it stands alone.
         return {}
+    return {} if status is None else _details_in(status)
+
+
+def _silent(code: grpc.StatusCode) -> str:
+    return f"The server answered {code.name} without a reason."
+
+
+def _details_in(status: status_pb2.Status) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for detail in status.details if status is not None else ():
+    for detail in status.details:
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         if detail.Unpack(info) and info.domain == _DOMAIN:
             found["reason"] = info.reason

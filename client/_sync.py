@@ -10,10 +10,12 @@ import grpc
 import numpy.typing as npt
 
 from attnd.client import _attention, _caches, _steps
-from attnd.client._calls import METHODS, CacheHandle, Call, SequenceHandle, public
-from attnd.client._channel import CHANNEL_OPTIONS, Settings, tenant_metadata
-from attnd.client._core import Core, Sending
+from attnd.client._calls import CacheHandle, Call, SequenceHandle, public
+from attnd.client._channel import Settings, tenant_metadata
+from attnd.client._core import Core
 from attnd.client._info import CacheInfo, CallRecord
+from attnd.client._transport import RefusalError, Transport
+from attnd.client._unary import UnaryTransport
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
@@ -21,18 +23,11 @@ ResultT = TypeVar("ResultT")
 
 
 class Executor:
-    """Runs calls over a gRPC channel and waits for each. Threads may share it."""
+    """Runs calls over a transport and waits for each. Threads may share it."""
 
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
-        if settings.credentials is None:
-            self._channel = grpc.insecure_channel(settings.address, CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(settings.address, settings.credentials, CHANNEL_OPTIONS)
-        # Without serializers gRPC takes and gives bytes.
-        self._stubs: dict[str, Callable[..., bytes]] = {
-            name: self._channel.unary_unary(method.path) for name, method in METHODS.items()
-        }
+        self._transport: Transport = UnaryTransport(self.core)
 
     def run(self, call: Call[AnswerT], started_ns: int) -> AnswerT:
         """Runs one call."""
@@ -41,8 +36,8 @@ class Executor:
             sending = next(conversation)
             while True:
                 try:
-                    answer = self._send(sending)
-                except grpc.RpcError as error:
+                    answer = self._transport.send(sending)
+                except (grpc.RpcError, RefusalError) as error:
                     sending = conversation.throw(error)
                 else:
                     sending = conversation.send(answer)
@@ -51,20 +46,10 @@ class Executor:
             return result
 
     def close(self) -> None:
-        """Closes the channel; calls that still run are cancelled."""
-        # A channel inherited through a fork is the parent's to close, and closing it here would hang.
-        if not (self.core.closed or self.core.forked):
-            self._channel.close()
-        self.core.closed = True
-
-    def _send(self, sending: Sending) -> bytes:
-        try:
-            return self._stubs[sending.method.name](
-                sending.message, timeout=sending.timeout_s, metadata=self.core.settings.metadata
-            )
-        except ValueError:  # gRPC's answer to a channel that another thread closes at this moment
-            self.core.check_usable()
-            raise
+        """Closes the connection; calls that still run are cancelled."""
+        if not self.core.closed:
+            self.core.closed = True
+            self._transport.close()
 
 
 @overload

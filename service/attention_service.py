@@ -11,8 +11,8 @@ from attnd.kernels.contract import KernelHints, Layout
 from attnd.service import decode, encode
 from attnd.service.attending import AttentionCall
 from attnd.service.caches import Cache, CacheRegistry
+from attnd.service.dispatch import Caller, Reply, unimplemented
 from attnd.service.engine import Engine
-from attnd.service.rpc import Caller, unimplemented
 from attnd.v1 import attention_pb2 as pb
 
 _RAGGED_METADATA: Final = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
@@ -27,21 +27,21 @@ class AttentionHandlers:
         self._caches = caches
         self._engine = engine
 
-    async def ragged_paged_attention(self, request: pb.RaggedPagedAttentionRequest, caller: Caller) -> bytes:
+    async def ragged_paged_attention(self, request: pb.RaggedPagedAttentionRequest, caller: Caller) -> Reply:
         """Attends over pages of the client's, as JAX's `ragged_paged_attention` does."""
         cache = self._caches.by_id(request.cache_id, caller.tenant)
         cache.require_pages_by_client()
         cache.require_layout(Layout.INTERLEAVED)
         return await self._answer(_ragged_call(cache, request, caller.arrays), caller, pb.RaggedPagedAttentionResponse)
 
-    async def paged_attention(self, request: pb.PagedAttentionRequest, caller: Caller) -> bytes:
+    async def paged_attention(self, request: pb.PagedAttentionRequest, caller: Caller) -> Reply:
         """Attends over pages of the client's, as JAX's `paged_attention` does."""
         cache = self._caches.by_id(request.cache_id, caller.tenant)
         cache.require_pages_by_client()
         cache.require_layout(Layout.SPLIT)
         return await self._answer(_decode_call(cache, request, caller.arrays), caller, pb.PagedAttentionResponse)
 
-    async def attend(self, request: pb.AttendRequest, caller: Caller) -> bytes:
+    async def attend(self, request: pb.AttendRequest, caller: Caller) -> Reply:
         """Attends over sequences, taking pages as they grow."""
         cache = self._caches.by_id(request.cache_id, caller.tenant)
         sequences = cache.require_sequences()
@@ -70,7 +70,7 @@ class AttentionHandlers:
         caller: Caller,
         response_class: type[encode.AttentionResponse],
         settle: Callable[[bool], None] = lambda _done: None,
-    ) -> bytes:
+    ) -> Reply:
         validate_ns = time.monotonic_ns() - caller.received_at_ns
         ran = await self._engine.run(call, lane=call.cache.tenant, expires_at=caller.expires_at, settle=settle)
         return encode.attended(response_class, ran, call.cache.implementation.name, validate_ns)

@@ -9,9 +9,9 @@ from attnd.kernels import validation
 from attnd.kernels.stored import stored
 from attnd.service import decode, encode
 from attnd.service.caches import CacheRegistry
+from attnd.service.dispatch import Caller, Reply, unimplemented
 from attnd.service.engine import Engine
 from attnd.service.errors import ResourceExhaustedError
-from attnd.service.rpc import Caller, unimplemented
 from attnd.service.sequences import SequenceTable
 from attnd.service.world import World
 from attnd.v1 import cache_pb2 as pb
@@ -69,7 +69,7 @@ class CacheHandlers:
         await self._engine.run(write, lane=caller.tenant, expires_at=caller.expires_at)
         return pb.WritePagesResponse()
 
-    async def read_pages(self, request: pb.ReadPagesRequest, caller: Caller) -> bytes:
+    async def read_pages(self, request: pb.ReadPagesRequest, caller: Caller) -> Reply:
         """Reads whole pages of one layer."""
         cache = self._caches.by_id(request.cache_id, caller.tenant)
         cache.require_pages_by_client()

@@ -8,9 +8,10 @@ import numpy as np
 from attnd.kernels.contract import Attended, CacheSpec, Layout
 from attnd.kernels.validation import Violations
 from attnd.service.caches import Cache, PagesBy
+from attnd.service.dispatch import Reply
 from attnd.service.engine import Ran
 from attnd.service.sequence import Sequence
-from attnd.v1 import attention_pb2, cache_pb2, envelope
+from attnd.v1 import attention_pb2, cache_pb2
 
 _LAYOUTS: Final = {
     Layout.INTERLEAVED: cache_pb2.LAYOUT_KV_INTERLEAVED,
@@ -28,7 +29,7 @@ AttentionResponse = (
 
 def attended(
     response_class: type[AttentionResponse], ran: Ran[Attended], implementation: str, validate_ns: int
-) -> bytes:
+) -> Reply:
     """Returns the answer to an attention call."""
     answer, timings = ran.value, ran.value.timings
     response = response_class(
@@ -45,15 +46,15 @@ def attended(
     arrays = {"out": answer.out}
     if answer.lse_natural is not None:
         arrays["lse_natural"] = answer.lse_natural
-    return envelope.pack(response, arrays)
+    return Reply(response, arrays)
 
 
-def pages(kv_pages: np.ndarray, scales: np.ndarray | None) -> bytes:
+def pages(kv_pages: np.ndarray, scales: np.ndarray | None) -> Reply:
     """Returns the answer to ReadPages."""
     arrays = {"kv_pages": kv_pages}
     if scales is not None:
         arrays["scales"] = scales
-    return envelope.pack(cache_pb2.ReadPagesResponse(), arrays)
+    return Reply(cache_pb2.ReadPagesResponse(), arrays)
 
 
 def violations(found: Violations) -> attention_pb2.ValidateBatchResponse:

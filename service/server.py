@@ -19,9 +19,10 @@ from attnd.service.attention_service import AttentionHandlers
 from attnd.service.cache_service import CacheHandlers
 from attnd.service.caches import CacheRegistry
 from attnd.service.config import ConfigError, ServerConfig
+from attnd.service.dispatch import Dispatcher
 from attnd.service.engine import Engine
 from attnd.service.metrics import Metrics
-from attnd.service.rpc import generic_handler
+from attnd.service.rpc import generic_handlers
 from attnd.service.server_service import ServerHandlers
 from attnd.service.world import World
 from attnd.v1 import attention_pb2, cache_pb2, limits, server_pb2
@@ -73,7 +74,7 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
         server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(config, caches, engine, metrics),
     }
     server = grpc.aio.server(options=_OPTIONS)
-    server.add_generic_rpc_handlers([generic_handler(service, handlers) for service, handlers in services.items()])
+    server.add_generic_rpc_handlers(generic_handlers(Dispatcher(services)))
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = [service.full_name for service in services]

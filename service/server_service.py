@@ -9,9 +9,9 @@ import psutil
 from attnd.kernels import registry
 from attnd.service.caches import CacheRegistry
 from attnd.service.config import ServerConfig
+from attnd.service.dispatch import Caller
 from attnd.service.engine import Engine
 from attnd.service.metrics import Metrics
-from attnd.service.rpc import Caller
 from attnd.service.sequences import SEQUENCES_MAX
 from attnd.v1 import limits
 from attnd.v1 import server_pb2 as pb

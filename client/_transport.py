@@ -1,0 +1,83 @@
+"""What carries calls to the server: one seam, behind which a transport may be anything."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from google.protobuf.message import Message
+from google.rpc import status_pb2
+
+from attnd.client._calls import Method
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """One request on its way.
+
+    Attributes:
+        method: The rpc.
+        request: The message without its arrays.
+        arrays: Its arrays, by field.
+        timeout_s: Seconds to wait for the answer; None: as long as it takes.
+    """
+
+    method: Method
+    request: Message
+    arrays: Mapping[str, np.ndarray]
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server answered.
+
+    Attributes:
+        response: The message without its arrays.
+        arrays: Its arrays, by field.
+        request_bytes: Bytes of the message sent.
+        response_bytes: Bytes of the message received.
+    """
+
+    response: Message
+    arrays: Mapping[str, np.ndarray]
+    request_bytes: int
+    response_bytes: int
+
+
+class RefusalError(Exception):
+    """An answer that is an error, from a transport other than gRPC's own calls.
+
+    Attributes:
+        status: Code, message and details.
+    """
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+class Transport(Protocol):
+    """Carries calls and waits for each. Threads may share it."""
+
+    def send(self, sending: Sending) -> Answer:
+        """Returns the answer to a request.
+
+        Raises:
+            grpc.RpcError: gRPC's own error.
+            RefusalError: The server's, by another way.
+            AttndError: What the transport finds out itself.
+        """
+
+    def close(self) -> None:
+        """Ends what it holds; calls that still run are cancelled."""
+
+
+class AsyncTransport(Protocol):
+    """Carries calls and awaits each. Tasks of one event loop may share it."""
+
+    async def send(self, sending: Sending) -> Answer:
+        """Returns the answer to a request, as `Transport.send` does."""
+
+    async def close(self) -> None:
+        """Ends what it holds; calls that still run are cancelled."""
