@@ -12,19 +12,20 @@ from typing import SupportsIndex
 import numpy as np
 from jaxtyping import Int32, Shaped
 
+from attnd.kernels import validation_ragged, validation_steps
 from attnd.kernels.contract import AttentionOptions, CacheSpec, KernelHints, RaggedBatch
 from attnd.kernels.errors import InvalidArgumentError
 from attnd.kernels.validation_decode import DecodeBatch, judge_decode
 from attnd.kernels.validation_pages import PageWrites, judge_page_ids, judge_page_writes, valid_layer
-from attnd.kernels.validation_ragged import judge_ragged
+from attnd.kernels.validation_ragged import RaggedPlan, judge_ragged
 from attnd.kernels.validation_rules import ArrayInfo, ArrayLike, Violations
-from attnd.kernels.validation_steps import StepLens, judge_step
+from attnd.kernels.validation_steps import StepLens, StepPlan, judge_step
 from attnd.kernels.validation_values import judge_types, scalar_facts
 
 __all__ = [
-    "ArrayInfo", "ArrayLike", "DecodeBatch", "PageWrites", "StepLens", "Violations", "decode_batch", "layer_index",
-    "page_reads", "page_writes", "pages_shapes_match", "plain_options", "ragged_batch",
-    "ragged_violations", "step_lens",
+    "ArrayInfo", "ArrayLike", "DecodeBatch", "PageWrites", "RaggedPlan", "StepLens", "StepPlan", "Violations",
+    "decode_batch", "layer_index", "page_reads", "page_writes", "pages_shapes_match", "plain_options", "ragged_batch",
+    "ragged_layer", "ragged_plan", "ragged_violations", "step_layer", "step_lens", "step_plan",
 ]  # fmt: skip
 
 
@@ -147,6 +148,77 @@ def step_lens(
     """
     judge_step(spec, q, q_lens, kv_lens, num_sequences=num_sequences, k=k, v=v, options=options).raise_if_any()
     return StepLens(q_lens=q_lens, kv_lens=kv_lens)
+
+
+def ragged_plan(
+    spec: CacheSpec,
+    kv_lens: Shaped[np.ndarray, "..."],
+    page_indices: Shaped[np.ndarray, "..."],
+    cu_q_lens: Shaped[np.ndarray, "..."],
+    num_seqs: Shaped[np.ndarray, "..."],
+    *,
+    hints: KernelHints,
+) -> RaggedPlan:
+    """Returns the plan of a step whose layers are judged as they come, by `ragged_layer`.
+
+    Takes the metadata of `ragged_violations`, and nothing of it is judged again.
+
+    Raises:
+        InvalidArgumentError: Anything is wrong.
+    """
+    found, plan = validation_ragged.plan_ragged(spec, kv_lens, page_indices, cu_q_lens, num_seqs, hints=hints)
+    found.raise_if_any()
+    assert plan is not None
+    return plan
+
+
+def ragged_layer(
+    plan: RaggedPlan,
+    q: ArrayLike,
+    *,
+    k: ArrayLike | None = None,
+    v: ArrayLike | None = None,
+    options: AttentionOptions,
+) -> RaggedBatch:
+    """Returns the batch of one layer of a planned step, shared by all of them.
+
+    Takes what each layer brings of the arguments of `ragged_violations`.
+
+    Raises:
+        InvalidArgumentError: Anything is wrong; `ragged_batch` would say the same of the whole call.
+    """
+    validation_ragged.judge_layer(plan, q, k=k, v=v, options=options).raise_if_any()
+    return plan.batch
+
+
+def step_plan(
+    spec: CacheSpec, q_lens: Shaped[np.ndarray, "..."], kv_lens: Shaped[np.ndarray, "..."], *, num_sequences: int
+) -> StepPlan:
+    """Returns the plan of a step over sequences whose layers are judged as they come, by `step_layer`.
+
+    Raises:
+        InvalidArgumentError: Anything is wrong.
+    """
+    found, plan = validation_steps.plan_step(spec, q_lens, kv_lens, num_sequences=num_sequences)
+    found.raise_if_any()
+    return plan
+
+
+def step_layer(
+    plan: StepPlan,
+    q: ArrayLike,
+    *,
+    k: ArrayLike | None = None,
+    v: ArrayLike | None = None,
+    options: AttentionOptions,
+) -> StepLens:
+    """Returns the lengths of one layer of a planned step.
+
+    Raises:
+        InvalidArgumentError: Anything is wrong; `step_lens` would say the same of the whole call.
+    """
+    validation_steps.judge_layer(plan, q, k=k, v=v, options=options).raise_if_any()
+    return plan.lens
 
 
 def page_writes(

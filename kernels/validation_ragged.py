@@ -1,6 +1,7 @@
 """Rules of `ragged_paged_attention`: JAX's, in JAX's order and words, then ours."""
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,8 @@ from attnd.kernels.validation_values import (
     judge_tokens,
     judge_types,
     judge_written_slots,
+    layer_facts,
+    layer_rules,
     q_facts,
     scalar_facts,
     token_facts,
@@ -115,6 +118,63 @@ _OURS: Final = (
 )
 
 
+_RULES: Final = (*_RANKS, *_STATIC, *_DYNAMIC, *_OURS)
+_LAYER_RULES: Final = layer_rules(_RULES)
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedPlan:
+    """Metadata of a step that has been judged, for layers that are judged later.
+
+    Attributes:
+        spec: The cache.
+        batch: The batch of each layer.
+        facts: What the rules know of it.
+        written: Whether no slot of a page takes two of the step's tokens; matters to layers that bring k and v.
+    """
+
+    spec: CacheSpec
+    batch: RaggedBatch
+    facts: Facts
+    written: Violations
+
+
+def plan_ragged(
+    spec: CacheSpec,
+    kv_lens: np.ndarray,
+    page_indices: np.ndarray,
+    cu_q_lens: np.ndarray,
+    num_seqs: np.ndarray,
+    *,
+    hints: KernelHints,
+) -> tuple[Violations, RaggedPlan | None]:
+    """Returns every violation of a step's metadata, and its plan when there is none."""
+    facts = cache_facts(spec) | scalar_facts(AttentionOptions(), hints, _HINTS)
+    facts |= {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+    found = Violations()
+    _judge(spec, facts, found)
+    if found:
+        return found, None
+    batch = _compacted(spec, facts)
+    written = Violations()
+    judge_written_slots(batch, np.flatnonzero(facts["q_lens"]), spec.page_size, written)
+    return found, RaggedPlan(spec, batch, facts, written)
+
+
+def judge_layer(
+    plan: RaggedPlan, q: ArrayLike, *, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions
+) -> Violations:
+    """Returns every violation of one layer of a planned step: those that a whole call would have."""
+    facts = plan.facts | layer_facts(plan.spec, q, k, v, options)
+    found = Violations()
+    judge(_LAYER_RULES, facts, found)
+    judge_types(facts, found)
+    if "k" in facts and not found:
+        judge_tokens(plan.spec, [(name, facts[name]) for name in ("k", "v")], slice(plan.batch.num_tokens), found)
+        found.extend(plan.written)
+    return found
+
+
 def judge_ragged(
     spec: CacheSpec,
     q: ArrayLike,
@@ -131,10 +191,14 @@ def judge_ragged(
     """Returns every violation of a call, and its batch when there is none."""
     facts = cache_facts(spec) | q_facts(q) | token_facts(spec, q, k, v) | scalar_facts(options, hints, _HINTS)
     facts |= {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+    found = Violations()
+    _judge(spec, facts, found)
+    return found, None if found else _batch(spec, facts, found)
+
+
+def _judge(spec: CacheSpec, facts: Facts, found: Violations) -> None:
     _add_table_facts(facts)
     _add_value_facts(facts)
-
-    found = Violations()
     judge(_RANKS, facts, found)
     judge(_STATIC, facts, found)
     judge(_DYNAMIC, facts, found)
@@ -142,7 +206,6 @@ def judge_ragged(
     judge(_OURS, facts, found)
     judge_types(facts, found)
     _judge_rows(spec, facts, found)
-    return found, None if found else _batch(spec, facts, found)
 
 
 def _add_table_facts(facts: Facts) -> None:
@@ -217,10 +280,14 @@ def _judge_rows(spec: CacheSpec, facts: Facts, found: Violations) -> None:
 
 def _batch(spec: CacheSpec, facts: Facts, found: Violations) -> RaggedBatch | None:
     """Returns the batch, unless the arrays that it writes are at fault."""
-    rows = facts["count"]
-    q_lens = facts["q_lens"].astype(np.int32)
-    batch = RaggedBatch.compact(facts["kv_lens"][:rows], facts["page_indices"][:rows], q_lens, spec.page_size)
+    batch = _compacted(spec, facts)
     if "k" in facts:
         judge_tokens(spec, [(name, facts[name]) for name in ("k", "v")], slice(batch.num_tokens), found)
-        judge_written_slots(batch, np.flatnonzero(q_lens), spec.page_size, found)
+        judge_written_slots(batch, np.flatnonzero(facts["q_lens"]), spec.page_size, found)
     return None if found else batch
+
+
+def _compacted(spec: CacheSpec, facts: Facts) -> RaggedBatch:
+    rows = facts["count"]
+    q_lens = facts["q_lens"].astype(np.int32)
+    return RaggedBatch.compact(facts["kv_lens"][:rows], facts["page_indices"][:rows], q_lens, spec.page_size)

@@ -72,6 +72,12 @@ class Violations:
             yield tuple(index)
         self.count += max(0, count - room)
 
+    def extend(self, others: "Violations") -> None:
+        """Adds what was found elsewhere."""
+        room = VIOLATIONS_MAX - len(self._first)
+        self._first += others.first[:room]
+        self.count += others.count
+
     def raise_if_any(self) -> None:
         """Raises InvalidArgumentError if anything was found."""
         if self.count:

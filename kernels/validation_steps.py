@@ -18,9 +18,9 @@ from attnd.kernels.validation_values import (
     cache_facts,
     judge_tokens,
     judge_types,
-    q_facts,
+    layer_facts,
+    layer_rules,
     scalar_facts,
-    token_facts,
 )
 
 
@@ -70,6 +70,45 @@ _RULES: Final = (
 )
 
 
+_LAYER_RULES: Final = layer_rules(_RULES)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Lengths of a step that have been judged, for layers that are judged later.
+
+    Attributes:
+        spec: The cache.
+        lens: The lengths.
+        facts: What the rules know of them.
+    """
+
+    spec: CacheSpec
+    lens: StepLens
+    facts: Facts
+
+
+def plan_step(
+    spec: CacheSpec, q_lens: np.ndarray, kv_lens: np.ndarray, *, num_sequences: int
+) -> tuple[Violations, StepPlan]:
+    """Returns every violation of a step's lengths, and its plan, which is good when there is none."""
+    facts = _facts(spec, q_lens, kv_lens, num_sequences) | scalar_facts(AttentionOptions(), KernelHints(), ())
+    return _judge(facts), StepPlan(spec, StepLens(q_lens=q_lens, kv_lens=kv_lens), facts)
+
+
+def judge_layer(
+    plan: StepPlan, q: ArrayLike, *, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions
+) -> Violations:
+    """Returns every violation of one layer of a planned step: those that a whole call would have."""
+    facts = plan.facts | layer_facts(plan.spec, q, k, v, options)
+    found = Violations()
+    judge(_LAYER_RULES, facts, found)
+    judge_types(facts, found)
+    if not found and k is not None and v is not None:
+        judge_tokens(plan.spec, [("k", k), ("v", v)], slice(None), found)
+    return found
+
+
 def judge_step(
     spec: CacheSpec,
     q: ArrayLike,
@@ -82,20 +121,26 @@ def judge_step(
     options: AttentionOptions,
 ) -> Violations:
     """Returns every violation of a step."""
-    facts: Facts = cache_facts(spec) | q_facts(q) | token_facts(spec, q, k, v)
-    facts |= scalar_facts(options, KernelHints(), ())
-    facts |= {"q_lens": q_lens, "kv_lens": kv_lens, "num_sequences": num_sequences}
-    lens = [array for array in (q_lens, kv_lens) if array.shape == (num_sequences,) and array.dtype == np.int32]
+    found = _judge(_facts(spec, q_lens, kv_lens, num_sequences) | layer_facts(spec, q, k, v, options))
+    if not found and k is not None and v is not None:
+        judge_tokens(spec, [("k", k), ("v", v)], slice(None), found)
+    return found
+
+
+def _facts(spec: CacheSpec, q_lens: np.ndarray, kv_lens: np.ndarray, num_sequences: int) -> Facts:
+    facts: Facts = cache_facts(spec) | {"q_lens": q_lens, "kv_lens": kv_lens, "num_sequences": num_sequences}
     if q_lens.shape == (num_sequences,) and q_lens.dtype == np.int32:
         facts["total_q_tokens"] = int(q_lens.sum(dtype=np.int64))
+    return facts
 
+
+def _judge(facts: Facts) -> Violations:
     found = Violations()
     judge(_RULES, facts, found)
     judge_types(facts, found)
-    if len(lens) == 2:
+    q_lens, kv_lens, shape = facts["q_lens"], facts["kv_lens"], (facts["num_sequences"],)
+    if all(array.shape == shape and array.dtype == np.int32 for array in (q_lens, kv_lens)):
         _judge_rows(q_lens, kv_lens, found)
-    if not found and k is not None and v is not None:
-        judge_tokens(spec, [("k", k), ("v", v)], slice(None), found)
     return found
 
 

@@ -18,6 +18,11 @@ _INT_BITS_MAX: Final = 63
 _OPTION_TYPES: Final = {"sm_scale": float, "sliding_window": int, "soft_cap": float, "k_scale": float, "v_scale": float}
 _TYPE_NAMES: Final = {int: "an integer of 64 bits", float: "a number"}
 
+_LAYER_FACTS: Final = frozenset(
+    ("q", "max_num_batched_tokens", "num_q_heads", "head_dim", "k", "v", "missing", "token_shape", "token_dtypes",
+     *_OPTION_TYPES)
+)  # fmt: skip
+
 
 class Dtypes(tuple[np.dtype, ...]):
     """Dtypes to choose from; prints as their names."""
@@ -116,6 +121,18 @@ def q_facts(q: ArrayLike) -> Facts:
     if len(q.shape) == 3:
         facts["max_num_batched_tokens"], facts["num_q_heads"], facts["head_dim"] = q.shape
     return facts
+
+
+def layer_facts(
+    spec: CacheSpec, q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions
+) -> Facts:
+    """Returns what each layer of a step brings anew."""
+    return q_facts(q) | token_facts(spec, q, k, v) | scalar_facts(options, KernelHints(), ())
+
+
+def layer_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Returns those of a call's rules that look at something which each layer brings anew."""
+    return tuple(rule for rule in rules if not _LAYER_FACTS.isdisjoint(rule.needs))
 
 
 def scalar_facts(options: AttentionOptions, hints: KernelHints, hint_names: Iterable[str]) -> Facts:

@@ -150,32 +150,40 @@ class ValidateBatchResponse(_message.Message):
     def __init__(self, violations: _Optional[_Iterable[_Union[Violation, _Mapping]]] = ..., num_violations: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("id", "plan", "planned", "ragged_paged_attention", "paged_attention", "attend")
+    __slots__ = ("id", "timeout_s", "plan", "planned", "cancel", "ragged_paged_attention", "paged_attention", "attend")
     ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PLANNED_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
     RAGGED_PAGED_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     PAGED_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     ATTEND_FIELD_NUMBER: _ClassVar[int]
     id: int
+    timeout_s: float
     plan: PlanRequest
     planned: PlannedAttendRequest
+    cancel: CancelRequest
     ragged_paged_attention: RaggedPagedAttentionRequest
     paged_attention: PagedAttentionRequest
     attend: AttendRequest
-    def __init__(self, id: _Optional[int] = ..., plan: _Optional[_Union[PlanRequest, _Mapping]] = ..., planned: _Optional[_Union[PlannedAttendRequest, _Mapping]] = ..., ragged_paged_attention: _Optional[_Union[RaggedPagedAttentionRequest, _Mapping]] = ..., paged_attention: _Optional[_Union[PagedAttentionRequest, _Mapping]] = ..., attend: _Optional[_Union[AttendRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., timeout_s: _Optional[float] = ..., plan: _Optional[_Union[PlanRequest, _Mapping]] = ..., planned: _Optional[_Union[PlannedAttendRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., ragged_paged_attention: _Optional[_Union[RaggedPagedAttentionRequest, _Mapping]] = ..., paged_attention: _Optional[_Union[PagedAttentionRequest, _Mapping]] = ..., attend: _Optional[_Union[AttendRequest, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("id", "status", "plan", "attend")
+    __slots__ = ("id", "status", "plan", "ragged_paged_attention", "paged_attention", "attend")
     ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    RAGGED_PAGED_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    PAGED_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     ATTEND_FIELD_NUMBER: _ClassVar[int]
     id: int
     status: bytes
     plan: PlanResponse
+    ragged_paged_attention: RaggedPagedAttentionResponse
+    paged_attention: PagedAttentionResponse
     attend: AttendResponse
-    def __init__(self, id: _Optional[int] = ..., status: _Optional[bytes] = ..., plan: _Optional[_Union[PlanResponse, _Mapping]] = ..., attend: _Optional[_Union[AttendResponse, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., status: _Optional[bytes] = ..., plan: _Optional[_Union[PlanResponse, _Mapping]] = ..., ragged_paged_attention: _Optional[_Union[RaggedPagedAttentionResponse, _Mapping]] = ..., paged_attention: _Optional[_Union[PagedAttentionResponse, _Mapping]] = ..., attend: _Optional[_Union[AttendResponse, _Mapping]] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
     __slots__ = ("plan_id", "ragged_paged_attention", "attend")
@@ -194,18 +202,26 @@ class PlanResponse(_message.Message):
     def __init__(self, plan_id: _Optional[int] = ...) -> None: ...
 
 class PlannedAttendRequest(_message.Message):
-    __slots__ = ("plan_id", "layer", "q", "k", "v")
+    __slots__ = ("plan_id", "layer", "options", "q", "k", "v")
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     V_FIELD_NUMBER: _ClassVar[int]
     plan_id: int
     layer: int
+    options: AttentionOptions
     q: _tensor_pb2.Tensor
     k: _tensor_pb2.Tensor
     v: _tensor_pb2.Tensor
-    def __init__(self, plan_id: _Optional[int] = ..., layer: _Optional[int] = ..., q: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, plan_id: _Optional[int] = ..., layer: _Optional[int] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., q: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
 
 class AttentionOptions(_message.Message):
     __slots__ = ("sm_scale", "sliding_window", "soft_cap", "k_scale", "v_scale", "return_lse")

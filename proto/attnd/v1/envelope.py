@@ -6,7 +6,7 @@ protobuf itself would write.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -40,35 +40,81 @@ def pack(header: Message, arrays: Mapping[str, np.ndarray]) -> bytes:
         TensorError: An array's dtype has no wire name.
         EncodeError: The header is too large.
     """
-    fields = header.DESCRIPTOR.fields_by_name
-    parts: list[bytes | memoryview] = [header.SerializeToString()]
-    for number, name in sorted([(fields[name].number, name) for name in arrays]):
-        begin, elements = _written(arrays[name], name)
-        parts += [_tag(number), _varint(len(begin) + len(elements)), begin, elements]
+    return b"".join(_message(header, arrays))
+
+
+def pack_within(outers: Sequence[tuple[Message, str]], header: Message, arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Returns the bytes of a message that lies in a field of another, which may lie in a field of yet another.
+
+    Args:
+        outers: The messages around it, the outermost first, each without the field that holds the next, and that
+            field. Its number exceeds those of the others that are set.
+        header: The innermost message, as in `pack`.
+        arrays: Its arrays.
+
+    Raises:
+        TensorError: An array's dtype has no wire name.
+        EncodeError: A header is too large.
+    """
+    parts = _message(header, arrays)
+    for outer, field in reversed(outers):
+        tag = _tag(outer.DESCRIPTOR.fields_by_name[field].number)
+        parts = [outer.SerializeToString(), tag, _varint(sum(map(len, parts))), *parts]
     return b"".join(parts)
 
 
-def unpack(message: bytes, kind: type[MessageT]) -> tuple[MessageT, dict[str, np.ndarray]]:
+def unpack(message: bytes | memoryview, kind: type[MessageT]) -> tuple[MessageT, dict[str, np.ndarray]]:
     """Returns a message without its arrays, and the arrays by field, read-only views of the message's bytes.
 
     Raises:
         DecodeError: The bytes are not a message of the type, or have an array twice.
         TensorError: An array's dtype, shape and bytes do not agree.
     """
-    names = _array_fields(kind.DESCRIPTOR)
+    header, values = _split(memoryview(message), _array_fields(kind.DESCRIPTOR))
+    arrays = {
+        name: tensors.from_tensor(cast("tensor_pb2.Tensor", _parts(value)), name) for name, value in values.items()
+    }
+    return kind.FromString(header), arrays
+
+
+def unpack_outer(message: bytes | memoryview, kind: type[MessageT]) -> tuple[MessageT, str, memoryview]:
+    """Returns a message without the one message inside it, that one's field, and its bytes.
+
+    The field is empty if there is none.
+
+    Raises:
+        DecodeError: The bytes are not a message of the type, or it has several inside.
+    """
     view = memoryview(message)
+    header, values = _split(view, _message_fields(kind.DESCRIPTOR))
+    if len(values) > 1:
+        raise DecodeError(f"{' and '.join(values)} are given at once.")
+    field, value = next(iter(values.items()), ("", view[:0]))
+    return kind.FromString(header), field, value
+
+
+def _split(view: memoryview, names: Mapping[int, str]) -> tuple[bytes, dict[str, memoryview]]:
+    """Returns the bytes of a message without the fields of these numbers, and the values of those by name."""
     header: list[memoryview] = []
-    arrays: dict[str, np.ndarray] = {}
+    values: dict[str, memoryview] = {}
     for field in _fields(view):
         name = names.get(field.number) if field.wire_type == _LENGTH_DELIMITED else None
         if name is None:
             header.append(view[field.start : field.end])
-        elif name in arrays:
+        elif name in values:
             raise DecodeError(f"{name} is given twice.")
         else:
-            tensor = cast("tensor_pb2.Tensor", _parts(view[field.value : field.end]))
-            arrays[name] = tensors.from_tensor(tensor, name)
-    return kind.FromString(b"".join(header)), arrays
+            values[name] = view[field.value : field.end]
+    return b"".join(header), values
+
+
+def _message(header: Message, arrays: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
+    fields = header.DESCRIPTOR.fields_by_name
+    parts: list[bytes | memoryview] = [header.SerializeToString()]
+    for number, name in sorted([(fields[name].number, name) for name in arrays]):
+        begin, elements = _written(arrays[name], name)
+        parts += [_tag(number), _varint(len(begin) + len(elements)), begin, elements]
+    return parts
 
 
 @functools.lru_cache(maxsize=256)
@@ -98,6 +144,11 @@ def _written(array: np.ndarray, field: str) -> tuple[bytes, bytes | memoryview]:
 @functools.lru_cache(maxsize=64)
 def _array_fields(kind: Descriptor) -> dict[int, str]:
     return {each.number: each.name for each in kind.fields if each.message_type is tensor_pb2.Tensor.DESCRIPTOR}
+
+
+@functools.lru_cache(maxsize=64)
+def _message_fields(kind: Descriptor) -> dict[int, str]:
+    return {each.number: each.name for each in kind.fields if each.message_type is not None}
 
 
 class _Field(NamedTuple):
