@@ -11,10 +11,11 @@ import grpc.aio
 import numpy.typing as npt
 
 from attnd.client import _attention, _caches, _steps
-from attnd.client._calls import CacheHandle, Call, SequenceHandle, public
+from attnd.client._calls import CacheHandle, Call, SequenceHandle, StepMetadata, public
 from attnd.client._channel import Settings, tenant_metadata
 from attnd.client._core import Core
 from attnd.client._info import CacheInfo, CallRecord
+from attnd.client._stream_aio import AsyncSessionTransport
 from attnd.client._transport import AsyncTransport, RefusalError
 from attnd.client._unary import AsyncUnaryTransport
 
@@ -28,7 +29,7 @@ class AsyncExecutor:
 
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
-        self._transport: AsyncTransport = AsyncUnaryTransport(self.core)
+        self._transport: AsyncTransport = AsyncSessionTransport(self.core, AsyncUnaryTransport(self.core))
 
     async def run(self, call: Call[AnswerT], started_ns: int) -> AnswerT:
         """Runs one call."""
@@ -93,8 +94,8 @@ class AsyncSequence(SequenceHandle):
 class AsyncStep(_steps.StepHandle):
     """One step over some sequences, ready to attend layer by layer."""
 
-    def __init__(self, executor: AsyncExecutor, metadata: _steps.StepMetadata) -> None:
-        super().__init__(metadata)
+    def __init__(self, executor: AsyncExecutor, cache: CacheHandle, metadata: StepMetadata) -> None:
+        super().__init__(cache, metadata)
         self._executor = executor
 
     attend = _awaited(_steps.attend)
@@ -124,7 +125,7 @@ class AsyncCache(CacheHandle):
         Raises:
             InvalidArgumentError: A sequence of another cache, or a length beyond int32. The rest the server checks.
         """
-        return AsyncStep(self._executor, _steps.sequence_step(self, sequences, q_lens, kv_lens))
+        return AsyncStep(self._executor, self, _steps.sequence_step(self, sequences, q_lens, kv_lens))
 
     async def plan(
         self,
@@ -138,7 +139,7 @@ class AsyncCache(CacheHandle):
         Raises:
             InvalidArgumentError: A number beyond int32. The rest the server checks.
         """
-        return AsyncStep(self._executor, _steps.planned_step(self, kv_lens, page_indices, cu_q_lens, num_seqs))
+        return AsyncStep(self._executor, self, _steps.planned_step(self, kv_lens, page_indices, cu_q_lens, num_seqs))
 
     def _sequences(self, handles: list[bytes]) -> list[AsyncSequence]:
         return [self.sequence(handle) for handle in handles]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from attnd.client import _messages
-from attnd.client._calls import CacheHandle, Call
+from attnd.client._calls import CacheHandle, Call, StepMetadata
 from attnd.client._errors import Violation
 from attnd.v1 import attention_pb2
 
@@ -220,6 +220,7 @@ def attending(
     arrays: Mapping[str, np.ndarray],
     return_lse: bool,
     timeout_s: float | None,
+    step: StepMetadata | None = None,
 ) -> Call[Attended]:
     """Returns a call whose answer has `out` and perhaps `lse_natural`."""
 
@@ -231,6 +232,7 @@ def attending(
         method=method,
         request=request,
         arrays=arrays,
+        step=step,
         read=read,
         timeout_s=timeout_s,
         incarnation_id=cache.incarnation_id,

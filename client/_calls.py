@@ -40,6 +40,7 @@ class Call(Generic[ResultT]):
         method: Name of the rpc.
         request: The message without its arrays.
         arrays: The arrays of the message, by field.
+        step: What the call shares with the other layers of its step; `request` and `arrays` have the layer's alone.
         read: Makes the result from the answer, without its arrays, and the arrays by field.
         timeout_s: Seconds to wait for the answer; None leaves it to the client.
         incarnation_id: The run of the server that made the handles in the request; empty when it has none.
@@ -49,8 +50,33 @@ class Call(Generic[ResultT]):
     request: Message
     read: Callable[[Any, Mapping[str, np.ndarray]], ResultT]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    step: "StepMetadata | None" = None
     timeout_s: float | None = None
     incarnation_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepMetadata:
+    """What all layers of a step share, converted once.
+
+    Attributes:
+        field: The field of a session's plan that carries it.
+        request: The message of a whole call without layer, options and arrays.
+        arrays: int32 arrays by field: lengths, and page tables for a cache whose pages the client manages.
+    """
+
+    field: str
+    request: Message
+    arrays: Mapping[str, np.ndarray]
+
+    def whole(self, layer: Message, tokens: Mapping[str, np.ndarray]) -> tuple[Message, Mapping[str, np.ndarray]]:
+        """Returns the call of one layer, a `PlannedAttendRequest`, as it is without a plan."""
+        request: Any = type(self.request)()
+        request.CopyFrom(self.request)
+        given: Any = layer
+        request.layer = given.layer
+        request.options.CopyFrom(given.options)
+        return request, {**self.arrays, **tokens}
 
 
 class CacheHandle:

@@ -104,7 +104,7 @@ class Core:
         check_timeout(call.timeout_s)
         method = METHODS[call.method]
         timeout_s = self.settings.timeout_s if call.timeout_s is None else call.timeout_s
-        sending = Sending(method, call.request, call.arrays, timeout_s)
+        sending = Sending(method=method, request=call.request, arrays=call.arrays, timeout_s=timeout_s, step=call.step)
         try:
             answer = yield sending
         except grpc.RpcError as error:

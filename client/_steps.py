@@ -1,69 +1,47 @@
-"""Steps: what all layers of one step of a model share, and the call that carries one layer.
-
-A step is sent whole with each layer for now; a session would send `StepMetadata` once and name it in the layers that
-follow.
-"""
+"""Steps: what all layers of one step of a model share, and the call that carries one layer."""
 
 from __future__ import annotations  # help() shows names, not what ArrayLike stands for
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Final, SupportsFloat, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import Message
 
 from attnd.client import _attention, _messages
-from attnd.client._calls import CacheHandle, Call, SequenceHandle, handles_of
+from attnd.client._calls import CacheHandle, Call, SequenceHandle, StepMetadata, handles_of
 from attnd.v1 import attention_pb2
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetadata:
-    """What all layers of a step share, converted once.
-
-    Attributes:
-        cache: The cache.
-        method: The rpc that carries a layer.
-        sequences: Handles of the sequences; empty for a cache whose pages the client manages.
-        arrays: int32 arrays by field: lengths, and page tables for a cache whose pages the client manages.
-    """
-
-    cache: CacheHandle
-    method: str
-    sequences: tuple[bytes, ...]
-    arrays: Mapping[str, np.ndarray]
+_METHODS: Final = {"attend": "Attend", "ragged_paged_attention": "RaggedPagedAttention"}
 
 
 class StepHandle:
     """One step over some sequences, ready to attend layer by layer.
 
     Attributes:
+        cache: The cache.
         metadata: What its layers share.
     """
 
-    def __init__(self, metadata: StepMetadata) -> None:
+    def __init__(self, cache: CacheHandle, metadata: StepMetadata) -> None:
+        self.cache = cache
         self.metadata = metadata
 
     def __repr__(self) -> str:
         lengths = self.metadata.arrays["kv_lens"]
-        return f"<{type(self).__name__} of {self.metadata.cache.name!r}: {len(lengths)} sequences>"
+        return f"<{type(self).__name__} of {self.cache.name!r}: {len(lengths)} sequences>"
 
 
 def sequence_step(
     cache: CacheHandle, sequences: Iterable[SequenceHandle], q_lens: npt.ArrayLike, kv_lens: npt.ArrayLike
 ) -> StepMetadata:
     """Returns the metadata of a step over sequences whose pages the server manages."""
-    return StepMetadata(
-        cache=cache,
-        method="Attend",
-        sequences=tuple(handles_of(cache, sequences)),
-        arrays={
-            "q_lens": _messages.integers_array(q_lens, "q_lens"),
-            "kv_lens": _messages.integers_array(kv_lens, "kv_lens"),
-        },
-    )
+    request = attention_pb2.AttendRequest(cache_id=cache.info.cache_id, sequences=handles_of(cache, sequences))
+    arrays = {
+        "q_lens": _messages.integers_array(q_lens, "q_lens"),
+        "kv_lens": _messages.integers_array(kv_lens, "kv_lens"),
+    }
+    return StepMetadata(field="attend", request=request, arrays=_kept(arrays))
 
 
 def planned_step(
@@ -74,12 +52,14 @@ def planned_step(
     num_seqs: npt.ArrayLike,
 ) -> StepMetadata:
     """Returns the metadata of a step over pages that the client manages."""
-    return StepMetadata(
-        cache=cache,
-        method="RaggedPagedAttention",
-        sequences=(),
-        arrays=_attention.page_tables(kv_lens, page_indices, cu_q_lens, num_seqs),
-    )
+    request = attention_pb2.RaggedPagedAttentionRequest(cache_id=cache.info.cache_id)
+    arrays = _attention.page_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
+    return StepMetadata(field="ragged_paged_attention", request=request, arrays=_kept(arrays))
+
+
+def _kept(arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """Returns arrays that nobody changes: whether a step has been sent by then must make no difference."""
+    return {name: array.copy() for name, array in arrays.items()}
 
 
 def attend(
@@ -127,16 +107,10 @@ def attend(
             holds, or the cache's pages belong to the other side.
         ResourceExhaustedError: The pages or the server's queue are full, or the message is too large.
     """
+    request = attention_pb2.PlannedAttendRequest(
+        layer=_messages.integer(layer, "layer"),
+        options=_attention.options(sm_scale, sliding_window, soft_cap, k_scale, v_scale, return_lse),
+    )
     metadata = step.metadata
-    common: dict[str, Any] = {
-        "cache_id": metadata.cache.info.cache_id,
-        "layer": _messages.integer(layer, "layer"),
-        "options": _attention.options(sm_scale, sliding_window, soft_cap, k_scale, v_scale, return_lse),
-    }
-    request: Message
-    if metadata.method == "Attend":
-        request = attention_pb2.AttendRequest(sequences=metadata.sequences, **common)
-    else:
-        request = attention_pb2.RaggedPagedAttentionRequest(**common)
-    arrays = {**metadata.arrays, **_attention.tokens(q, k, v)}
-    return _attention.attending(metadata.cache, metadata.method, request, arrays, return_lse, timeout_s)
+    tokens = _attention.tokens(q, k, v)
+    return _attention.attending(step.cache, _METHODS[metadata.field], request, tokens, return_lse, timeout_s, metadata)

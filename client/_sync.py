@@ -10,10 +10,11 @@ import grpc
 import numpy.typing as npt
 
 from attnd.client import _attention, _caches, _steps
-from attnd.client._calls import CacheHandle, Call, SequenceHandle, public
+from attnd.client._calls import CacheHandle, Call, SequenceHandle, StepMetadata, public
 from attnd.client._channel import Settings, tenant_metadata
 from attnd.client._core import Core
 from attnd.client._info import CacheInfo, CallRecord
+from attnd.client._stream import SessionTransport
 from attnd.client._transport import RefusalError, Transport
 from attnd.client._unary import UnaryTransport
 
@@ -27,7 +28,7 @@ class Executor:
 
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
-        self._transport: Transport = UnaryTransport(self.core)
+        self._transport: Transport = SessionTransport(self.core, UnaryTransport(self.core))
 
     def run(self, call: Call[AnswerT], started_ns: int) -> AnswerT:
         """Runs one call."""
@@ -90,8 +91,8 @@ class Sequence(SequenceHandle):
 class Step(_steps.StepHandle):
     """One step over some sequences, ready to attend layer by layer."""
 
-    def __init__(self, executor: Executor, metadata: _steps.StepMetadata) -> None:
-        super().__init__(metadata)
+    def __init__(self, executor: Executor, cache: CacheHandle, metadata: StepMetadata) -> None:
+        super().__init__(cache, metadata)
         self._executor = executor
 
     attend = _blocking(_steps.attend)
@@ -119,7 +120,7 @@ class Cache(CacheHandle):
         Raises:
             InvalidArgumentError: A sequence of another cache, or a length beyond int32. The rest the server checks.
         """
-        return Step(self._executor, _steps.sequence_step(self, sequences, q_lens, kv_lens))
+        return Step(self._executor, self, _steps.sequence_step(self, sequences, q_lens, kv_lens))
 
     def plan(
         self,
@@ -133,7 +134,7 @@ class Cache(CacheHandle):
         Raises:
             InvalidArgumentError: A number beyond int32. The rest the server checks.
         """
-        return Step(self._executor, _steps.planned_step(self, kv_lens, page_indices, cu_q_lens, num_seqs))
+        return Step(self._executor, self, _steps.planned_step(self, kv_lens, page_indices, cu_q_lens, num_seqs))
 
     def _sequences(self, handles: list[bytes]) -> list[Sequence]:
         return [self.sequence(handle) for handle in handles]

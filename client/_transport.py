@@ -1,31 +1,41 @@
 """What carries calls to the server: one seam, behind which a transport may be anything."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from attnd.client._calls import Method
+from attnd.client._calls import Method, StepMetadata
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
     """One request on its way.
 
     Attributes:
         method: The rpc.
-        request: The message without its arrays.
+        request: The message without its arrays; a `PlannedAttendRequest` without its plan if `step` is set.
         arrays: Its arrays, by field.
         timeout_s: Seconds to wait for the answer; None: as long as it takes.
+        step: What the request shares with the other layers of its step. A transport that has sessions sends it once;
+            for any other, `whole` has it all.
     """
 
     method: Method
     request: Message
     arrays: Mapping[str, np.ndarray]
     timeout_s: float | None
+    step: StepMetadata | None = None
+
+    def whole(self) -> "Sending":
+        """Returns the request of the rpc itself."""
+        if self.step is None:
+            return self
+        request, arrays = self.step.whole(self.request, self.arrays)
+        return replace(self, request=request, arrays=arrays, step=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class Answer:
     Attributes:
         response: The message without its arrays.
         arrays: Its arrays, by field.
-        request_bytes: Bytes of the message sent.
+        request_bytes: Bytes of the messages sent.
         response_bytes: Bytes of the message received.
     """
 

@@ -31,6 +31,7 @@ class UnaryTransport:
 
     def send(self, sending: Sending) -> Answer:
         """Returns the answer to a request."""
+        sending = sending.whole()
         message = _wire.pack(sending, self._core.message_bytes_max)
         try:
             answer = self._stubs[sending.method.name](
@@ -82,6 +83,7 @@ class AsyncUnaryTransport:
     async def send(self, sending: Sending) -> Answer:
         """Returns the answer to a request."""
         self.connect()
+        sending = sending.whole()
         message = _wire.pack(sending, self._core.message_bytes_max)
         try:
             answer = await self._stubs[sending.method.name](
@@ -95,5 +97,10 @@ class AsyncUnaryTransport:
     async def close(self) -> None:
         """Closes the channel; calls that still run are cancelled."""
         # A channel inherited through a fork is the parent's to close, one of another loop nobody's: either would hang.
-        if not self._core.forked and self._loop is asyncio.get_running_loop():
+        if self.usable_here:
             await self.channel.close()
+
+    @property
+    def usable_here(self) -> bool:
+        """Whether the channel was made in this process and event loop."""
+        return not self._core.forked and self._loop is asyncio.get_running_loop()

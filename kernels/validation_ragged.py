@@ -25,6 +25,7 @@ from attnd.kernels.validation_values import (
     q_facts,
     scalar_facts,
     token_facts,
+    without_arrays,
 )
 
 _HINTS: Final = ("num_kv_pages_per_block", "num_queries_per_block", "vmem_limit_bytes")
@@ -158,7 +159,7 @@ def plan_ragged(
     batch = _compacted(spec, facts)
     written = Violations()
     judge_written_slots(batch, np.flatnonzero(facts["q_lens"]), spec.page_size, written)
-    return found, RaggedPlan(spec, batch, facts, written)
+    return found, RaggedPlan(spec, batch, without_arrays(facts), written)
 
 
 def judge_layer(

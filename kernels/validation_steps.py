@@ -21,6 +21,7 @@ from attnd.kernels.validation_values import (
     layer_facts,
     layer_rules,
     scalar_facts,
+    without_arrays,
 )
 
 
@@ -93,7 +94,7 @@ def plan_step(
 ) -> tuple[Violations, StepPlan]:
     """Returns every violation of a step's lengths, and its plan, which is good when there is none."""
     facts = _facts(spec, q_lens, kv_lens, num_sequences) | scalar_facts(AttentionOptions(), KernelHints(), ())
-    return _judge(facts), StepPlan(spec, StepLens(q_lens=q_lens, kv_lens=kv_lens), facts)
+    return _judge(facts), StepPlan(spec, StepLens(q_lens=q_lens, kv_lens=kv_lens), without_arrays(facts))
 
 
 def judge_layer(

@@ -135,6 +135,11 @@ def layer_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     return tuple(rule for rule in rules if not _LAYER_FACTS.isdisjoint(rule.needs))
 
 
+def without_arrays(facts: Facts) -> Facts:
+    """Returns the facts that a plan keeps: rules of layers look at no array of the step, and arrays may be large."""
+    return {name: fact for name, fact in facts.items() if not isinstance(fact, np.ndarray)}
+
+
 def scalar_facts(options: AttentionOptions, hints: KernelHints, hint_names: Iterable[str]) -> Facts:
     """Returns the scalars of a call that are set; those that are not the numbers they should be also as `mistyped`."""
     scalars = [(name, getattr(options, name), wanted) for name, wanted in _OPTION_TYPES.items()]

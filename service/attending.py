@@ -131,6 +131,11 @@ class AttentionCall(Joinable[Attended]):
         covered: np.ndarray = values[: self.batch.num_tokens] if self.rows is None else values[self.rows]
         return covered
 
+    def settle(self, done: bool) -> None:
+        """Ends the hold on the sequences, if there is one. On the event loop's thread, when the work has ended."""
+        if self.reservation is not None:
+            self.cache.require_sequences().settle(self.reservation, commit=done)
+
     def _require_clean_pages(self) -> None:
         if not self.cache.debug_checks or self.reservation is None or not len(self.reservation.fresh):
             return

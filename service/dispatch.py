@@ -5,7 +5,7 @@ exception has become a `google.rpc.Status` by then.
 """
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -61,14 +61,16 @@ class Reply:
     Attributes:
         message: The response without its arrays.
         arrays: Its arrays, by field.
+        outers: The messages that it lies in, the outermost first, and their fields: an answer of a session.
     """
 
     message: Message
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    outers: Sequence[tuple[Message, str]] = ()
 
     def pack(self) -> bytes:
         """Returns the bytes of the response, its arrays copied into them."""
-        return envelope.pack(self.message, self.arrays) if self.arrays else self.message.SerializeToString()
+        return envelope.pack_within(self.outers, self.message, self.arrays)
 
 
 @dataclass(frozen=True, slots=True)

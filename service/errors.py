@@ -66,6 +66,12 @@ class DeadlineExceededError(RefusedError):
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+class CallCancelledError(RefusedError):
+    """Its caller gave it up, and waits for nothing but to be told so."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
 class UnavailableError(RefusedError):
     """The server is stopping."""
 

@@ -68,8 +68,9 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     engine = Engine(queue_depth_max=config.queue_depth_max, batch_calls_max=config.batch_calls_max, metrics=metrics)
     world = World()
     caches = CacheRegistry(engine, config, platform=jax.default_backend(), world=world)
+    attention = AttentionHandlers(caches, engine)
     services = {
-        attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: AttentionHandlers(caches, engine),
+        attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: attention,
         cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine, world),
         server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(config, caches, engine, metrics),
     }
@@ -91,6 +92,7 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
         yield RunningServer(config.host, port)
     finally:
         await health_servicer.enter_graceful_shutdown()
+        attention.end_sessions()
         await server.stop(config.grace_s)
         sweeping.cancel()
         await engine.stop()

@@ -1,0 +1,252 @@
+"""A session: many calls over one stream, side by side, answered in order, each with a status of its own."""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError, Message
+
+from attnd.kernels.errors import InvalidArgumentError
+from attnd.service.dispatch import Caller, Receive, Received, Reply, Send
+from attnd.service.errors import (
+    CallCancelledError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    UnavailableError,
+)
+from attnd.service.plans import Step
+from attnd.service.status import status_of
+from attnd.v1 import attention_pb2 as pb
+from attnd.v1 import envelope
+
+CALLS_MAX: Final = 32
+"""Calls of a session that have been read and whose answers have not been taken."""
+
+CALLS_BYTES_MAX: Final = 64 * 1024**2
+"""Bytes of those calls and their answers. One call is taken whatever its size."""
+
+PLANS_MAX: Final = 16
+PLANS_BYTES_MAX: Final = 64 * 1024**2
+"""Plans that a session keeps, and their bytes. The newest is kept whatever its size."""
+
+_CALLS: Final[Mapping[str, type[Message]]] = {
+    "ragged_paged_attention": pb.RaggedPagedAttentionRequest,
+    "paged_attention": pb.PagedAttentionRequest,
+    "attend": pb.AttendRequest,
+}
+
+Handler = Callable[[Any, Caller], Awaitable[Reply]]
+PlanHandler = Callable[[Any, Caller], Step]
+PlannedHandler = Callable[[Step, pb.PlannedAttendRequest, Caller], Awaitable[tuple[str, Reply]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handlers:
+    """What a session can be asked.
+
+    Attributes:
+        whole: Answers whole calls, by field of `SessionRequest`.
+        plan: Makes plans, by field of `PlanRequest`.
+        planned: Answers one layer of a plan, and says in which field of `SessionResponse`.
+    """
+
+    whole: Mapping[str, Handler]
+    plan: Mapping[str, PlanHandler]
+    planned: PlannedHandler
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Call:
+    """One call that has been read and whose answer has not been taken.
+
+    Attributes:
+        header: The request without what is asked.
+        name: What is asked: the field that is set.
+        value: Its bytes.
+        caller: Who asks, and until when.
+        size_bytes: What it may hold of memory.
+        before: Set when the call before it has been answered.
+        answered: Set when it has been answered.
+        scope: Ends the work on it, once it has begun.
+        cancelled: Whether the caller gave it up.
+    """
+
+    header: pb.SessionRequest
+    name: str
+    value: memoryview
+    caller: Caller
+    size_bytes: int
+    before: asyncio.Event | None
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    scope: asyncio.Timeout | None = None
+    cancelled: bool = False
+
+
+class Session:
+    """One session, whatever carries it.
+
+    Args:
+        handlers: What it can be asked.
+        send: Takes its answers.
+        caller: Who opened it.
+    """
+
+    def __init__(self, handlers: Handlers, send: Send, caller: Caller) -> None:
+        self._handlers = handlers
+        self._send = send
+        self._caller = caller
+        self._plans: dict[int, Step] = {}
+        self._open: dict[int, _Call] = {}
+        self._num_calls = 0
+        self._size_bytes = 0
+        self._last: _Call | None = None
+        self._room = asyncio.Event()
+        self._reading = asyncio.timeout(None)
+        self._ending = False
+
+    async def run(self, receive: Receive) -> None:
+        """Serves until the caller ends the stream, or `end` does; answers what has been read.
+
+        Raises:
+            DecodeError: A message cannot be read.
+            UnavailableError: The server ended it.
+        """
+        malformed: DecodeError | None = None
+        try:
+            async with asyncio.TaskGroup() as calls:
+                try:
+                    async with self._reading:
+                        while (received := await receive()) is not None:
+                            await self._admit(received, calls)
+                except TimeoutError:
+                    assert self._ending
+                except DecodeError as error:
+                    malformed = error
+        except BaseExceptionGroup as group:  # the connection is gone: whichever call met it first tells
+            raise group.exceptions[0] from None
+        if malformed is not None:
+            raise malformed
+        if self._ending:
+            raise UnavailableError("SERVER_STOPPING", "The server is stopping.")
+
+    def end(self) -> None:
+        """Reads no further; what has been read is answered."""
+        self._ending = True
+        if not self._reading.expired():
+            self._reading.reschedule(asyncio.get_running_loop().time())
+
+    async def _admit(self, received: Received, calls: asyncio.TaskGroup) -> None:
+        received_at_ns = time.monotonic_ns()
+        header, name, value = envelope.unpack_outer(received.message, pb.SessionRequest)
+        if name == "cancel":
+            self._cancel(pb.CancelRequest.FromString(bytes(value)).id)
+            return
+        # The answer to an attention call is no larger than its question.
+        size_bytes = 2 * (len(received.message) + sum(array.nbytes for array in received.arrays.values()))
+        while self._num_calls and (self._num_calls >= CALLS_MAX or self._size_bytes + size_bytes > CALLS_BYTES_MAX):
+            self._room.clear()
+            await self._room.wait()
+        # Unset is 0, and what is not a time is refused when the call is looked at.
+        expires_at = time.monotonic() + header.timeout_s if 0 < header.timeout_s < math.inf else math.inf
+        call = _Call(
+            header=header,
+            name=name,
+            value=value,
+            caller=replace(self._caller, arrays=received.arrays, expires_at=expires_at, received_at_ns=received_at_ns),
+            size_bytes=size_bytes,
+            before=None if self._last is None else self._last.answered,
+        )
+        self._open[header.id] = self._last = call
+        self._num_calls += 1
+        self._size_bytes += size_bytes
+        calls.create_task(self._serve(call))
+
+    def _cancel(self, request_id: int) -> None:
+        call = self._open.get(request_id)
+        if call is not None:
+            call.cancelled = True
+            if call.scope is not None:
+                call.scope.reschedule(asyncio.get_running_loop().time())
+
+    async def _serve(self, call: _Call) -> None:
+        reply = await self._reply(call)
+        if call.before is not None and not call.before.is_set():
+            await call.before.wait()
+        call.before = None  # or each call would keep all before it
+        await self._send(reply)
+        del reply
+        call.answered.set()
+        if self._open.get(call.header.id) is call:
+            del self._open[call.header.id]
+        if self._last is call:
+            self._last = None
+        self._num_calls -= 1
+        self._size_bytes -= call.size_bytes
+        self._room.set()
+
+    async def _reply(self, call: _Call) -> Reply:
+        outer = pb.SessionResponse(id=call.header.id)
+        try:
+            name, answer = await self._answer_in_time(call)
+        except Exception as error:  # the table has a status for each
+            outer.status = status_of(error).SerializeToString()
+            return Reply(outer)
+        return Reply(answer.message, answer.arrays, ((outer, name),))
+
+    async def _answer_in_time(self, call: _Call) -> tuple[str, Reply]:
+        expires_at = call.caller.expires_at
+        try:
+            async with asyncio.timeout_at(None if expires_at == math.inf else expires_at) as call.scope:
+                if not call.cancelled:
+                    return await self._answer(call)
+        except TimeoutError:
+            if not call.cancelled:
+                message = f"The call was not answered within {call.header.timeout_s} s."
+                raise DeadlineExceededError("DEADLINE_PASSED", message) from None
+        finally:
+            call.scope = None
+        raise CallCancelledError("CALLER_CANCELLED", "The caller gave the call up.")
+
+    async def _answer(self, call: _Call) -> tuple[str, Reply]:
+        if call.header.HasField("timeout_s") and not 0 < call.header.timeout_s < math.inf:
+            message = f"timeout_s={call.header.timeout_s} must be finite and greater than 0."
+            raise InvalidArgumentError.of("timeout_s", message)
+        match call.name:
+            case "planned":
+                request, caller = _unpack(call.value, pb.PlannedAttendRequest, call.caller)
+                return await self._handlers.planned(self._plan(request.plan_id), request, caller)
+            case "plan":
+                return call.name, Reply(self._keep_plan(call))
+            case "":
+                raise InvalidArgumentError.of("call", "call must be set.")
+            case name:
+                return name, await self._handlers.whole[name](*_unpack(call.value, _CALLS[name], call.caller))
+
+    def _plan(self, plan_id: int) -> Step:
+        try:
+            return self._plans[plan_id]
+        except KeyError:
+            message = f"The session has no plan {plan_id}: it was refused, or newer ones have taken its place."
+            raise FailedPreconditionError("PLAN_NOT_FOUND", message) from None
+
+    def _keep_plan(self, call: _Call) -> pb.PlanResponse:
+        request, name, value = envelope.unpack_outer(call.value, pb.PlanRequest)
+        self._plans.pop(request.plan_id, None)
+        if not name:
+            raise InvalidArgumentError.of("plan.metadata", "metadata must be set.")
+        step = self._handlers.plan[name](*_unpack(value, _CALLS[name], call.caller))
+        while self._plans and (
+            len(self._plans) >= PLANS_MAX
+            or sum(each.size_bytes for each in self._plans.values()) + step.size_bytes > PLANS_BYTES_MAX
+        ):
+            del self._plans[next(iter(self._plans))]  # the oldest
+        self._plans[request.plan_id] = step
+        return pb.PlanResponse(plan_id=request.plan_id)
+
+
+def _unpack(value: memoryview, kind: type[Message], caller: Caller) -> tuple[Any, Caller]:
+    request, arrays = envelope.unpack(value, kind)
+    return request, replace(caller, arrays={**caller.arrays, **arrays} if caller.arrays else arrays)
