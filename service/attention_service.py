@@ -131,6 +131,7 @@ def _decode_call(cache: Cache, request: pb.PagedAttentionRequest, given: Mapping
 
 
 async def _sequence_call(cache: Cache, request: pb.AttendRequest, given: Mapping[str, np.ndarray]) -> AttentionCall:
+    cache.require_sequences()
     layer = validation.layer_index(cache.spec, request.layer)
     q, k, v = decode.array(given, "q"), given.get("k"), given.get("v")
     options = decode.options(request.options)
