@@ -159,7 +159,8 @@ class AsyncCache(CacheHandle):
 class AsyncClient:
     """A connection to an attnd server. Tasks of one event loop may share it.
 
-    Nothing is sent before the first call, and nothing is repeated when a call fails. The methods are those of `Client`,
+    Nothing is sent before the first call, and only layers of steps are repeated, when their session breaks: they write
+    the same to the same place. The methods are those of `Client`,
     awaited; a cancelled task cancels its call.
 
     Args:
