@@ -21,6 +21,7 @@ from attnd.kernels import pallas_chunk_schedule as schedule
 from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_chunk_schedule import Count, Refs, Scalar, Tile
 from attnd.kernels.pallas_pool import moved
+from attnd.kernels.pallas_put import put_tokens, scatters_in_place
 
 _F32, _I32 = jnp.float32, jnp.int32
 # Larger windows are all alike; differences of positions with this one still fit int32.
@@ -136,9 +137,10 @@ def _run(
         assert v is not None
         pairs = jnp.stack([k, v], axis=2).astype(pool.dtype)
         new_kv = jnp.pad(pairs, ((0, 0),) * 3 + ((0, pad_lanes),)).reshape(-1, config.lanes)
-        inputs = (
-            [q_rows, pool, new_kv] if config.append_in_kernel else [q_rows, _scatter(config, pool, new_kv, metadata)]
-        )
+        if config.append_in_kernel:
+            inputs = [q_rows, pool, new_kv]
+        else:
+            inputs = [q_rows, _scatter(config, pool, new_kv, metadata, interpret)]
     results = _call(config, [kv_lens, cu_q_lens, page_indices.reshape(-1), num_seqs, *scalars], inputs, interpret)
     out = results["out"].reshape(-1, config.q_rows_per_token, config.lanes)
     out = out[:, : config.num_q_heads, : config.head_dim]
@@ -236,6 +238,7 @@ def _scatter(
     pool: Shaped[jax.Array, "num_pages rows lanes"],
     new_kv: Shaped[jax.Array, "new_rows lanes"],
     metadata: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    interpret: Any,
 ) -> Shaped[jax.Array, "num_pages rows lanes"]:
     """Writes new tokens to their pages; in place if the pool is donated."""
     kv_lens, page_indices, cu_q_lens, num_seqs = metadata
@@ -244,13 +247,15 @@ def _scatter(
     slot, offset = jnp.divmod(jnp.maximum(token + kv_lens[row] - cu_q_lens[row + 1], 0), config.page_size)
     # Indices past the pool are dropped, and distinct as promised.
     page = jnp.where(inside, page_indices[row, jnp.minimum(slot, config.pages_per_seq - 1)], config.num_pages + token)
+    tokens = new_kv.reshape(-1, config.rows_per_token, config.lanes)
+    if not scatters_in_place(pool.dtype, config.lanes):
+        return put_tokens(pool, page, offset, tokens, interpret=interpret)
     rows = offset[:, jnp.newaxis] * config.rows_per_token + jnp.arange(config.rows_per_token, dtype=_I32)
 
-    def scatter(pool: jax.Array, new_kv: jax.Array) -> jax.Array:
-        tokens = new_kv.reshape(-1, config.rows_per_token, config.lanes)
+    def scatter(pool: jax.Array, tokens: jax.Array) -> jax.Array:
         return pool.at[page[:, jnp.newaxis], rows].set(tokens, mode="drop", unique_indices=True)
 
-    return moved(scatter, pool, new_kv)
+    return moved(scatter, pool, tokens)
 
 
 # ---- The kernel.

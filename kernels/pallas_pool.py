@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Int32, Shaped
 
 from attnd.kernels.contract import CacheSpec, Layout, RaggedBatch
+from attnd.kernels.pallas_put import put_pieces, put_tokens, scatters_in_place
 from attnd.kernels.tpu_chips import LANES
 
 # Programs that write, read and clear pages exist for these many at a time.
@@ -74,11 +75,11 @@ class PageMover:
 
     def __init__(self, device: jax.Device) -> None:
         self._device = device
-        self._write = jax.jit(_write, static_argnums=0, donate_argnums=1)
-        self._read = jax.jit(_read, static_argnums=0)
-        self._clear = jax.jit(_clear, donate_argnums=0)
-        self._copy = jax.jit(_copy, donate_argnums=0)
-        self._append = jax.jit(_append, static_argnums=0, donate_argnums=1)
+        self._write = jax.jit(write_pages, static_argnums=0, donate_argnums=1)
+        self._read = jax.jit(read_pages, static_argnums=0)
+        self._clear = jax.jit(clear_pages, donate_argnums=0)
+        self._copy = jax.jit(copy_pages, donate_argnums=0)
+        self._append = jax.jit(append_tokens, static_argnums=0, donate_argnums=1)
 
     @property
     def num_compiled_programs(self) -> int:
@@ -194,11 +195,18 @@ def _pages_axis(spec: CacheSpec) -> int:
     return 0 if spec.layout is Layout.INTERLEAVED else 2
 
 
-def moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+def moved(
+    move: Callable[..., jax.Array], *arrays: jax.Array, on_tpu: Callable[..., jax.Array] | None = None
+) -> jax.Array:
     """Returns `move` of arrays of one dtype, of which it moves values only: no bit changes, and a donated pool stays.
 
     A CPU has no float8: it would widen the whole pool and give NaNs back as others, so there it is bits that move. A
     TPU could not do that in place.
+
+    Args:
+        move: What to do.
+        arrays: Its arguments.
+        on_tpu: Does the same, where a TPU would copy the pool for `move`.
     """
 
     def as_bits(*arrays: jax.Array) -> jax.Array:
@@ -206,25 +214,55 @@ def moved(move: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         bits = [lax.bitcast_convert_type(array, f"uint{8 * dtype.itemsize}") for array in arrays]
         return lax.bitcast_convert_type(move(*bits), dtype)
 
-    result: jax.Array = lax.platform_dependent(*arrays, cpu=as_bits, default=move)
+    result: jax.Array = lax.platform_dependent(*arrays, cpu=as_bits, default=on_tpu or move)
     return result
 
 
-def _write(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array, kv_pages: jax.Array) -> jax.Array:
-    """Returns the pool with other pages; indices past its end write nothing."""
+def set_pages(
+    pool: Shaped[jax.Array, "pages page_rows lanes"],
+    page_indices: Int32[jax.Array, " n"],
+    rows: Shaped[jax.Array, "n page_rows lanes"],
+) -> Shaped[jax.Array, "pages page_rows lanes"]:
+    """Returns the pool with other pages, one for all or one for each index; indices past its end write nothing."""
 
-    def write(pool: jax.Array, kv: jax.Array) -> jax.Array:
-        if spec.layout is Layout.INTERLEAVED:
-            kv = kv.reshape(*kv.shape[:2], spec.num_kv_heads, 2, spec.head_dim)
-        else:
-            kv = kv.transpose(2, 3, 1, 0, 4)
-        rows = padded_heads(spec, kv, 2).reshape(len(page_indices), *pool.shape[1:])
+    def scatter(pool: jax.Array, rows: jax.Array) -> jax.Array:
         return pool.at[page_indices].set(rows, mode="drop")
 
-    return moved(write, pool, kv_pages)
+    def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
+        return put_pieces(pool, page_indices, jnp.zeros_like(page_indices), rows)
+
+    return moved(scatter, pool, rows, on_tpu=None if scatters_in_place(pool.dtype, pool.shape[-1]) else put)
 
 
-def _read(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array) -> jax.Array:
+def set_tokens(
+    pool: Shaped[jax.Array, "pages page_rows lanes"],
+    page: Int32[jax.Array, " tokens"],
+    offset: Int32[jax.Array, " tokens"],
+    tokens: Shaped[jax.Array, "tokens rows lanes"],
+) -> Shaped[jax.Array, "pages page_rows lanes"]:
+    """Returns the pool with new tokens; pages past its end get none."""
+
+    def scatter(pool: jax.Array, tokens: jax.Array) -> jax.Array:
+        places = pool.reshape(pool.shape[0], -1, *tokens.shape[1:])
+        return places.at[page, offset].set(tokens, mode="drop").reshape(pool.shape)
+
+    def put(pool: jax.Array, tokens: jax.Array) -> jax.Array:
+        return put_tokens(pool, page, offset, tokens)
+
+    return moved(scatter, pool, tokens, on_tpu=None if scatters_in_place(pool.dtype, pool.shape[-1]) else put)
+
+
+def write_pages(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array, kv_pages: jax.Array) -> jax.Array:
+    """Returns the pool with other pages; indices past its end write nothing."""
+    if spec.layout is Layout.INTERLEAVED:
+        kv = kv_pages.reshape(*kv_pages.shape[:2], spec.num_kv_heads, 2, spec.head_dim)
+    else:
+        kv = kv_pages.transpose(2, 3, 1, 0, 4)
+    return set_pages(pool, page_indices, padded_heads(spec, kv, 2).reshape(len(page_indices), *pool.shape[1:]))
+
+
+def read_pages(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array) -> jax.Array:
+    """Returns pages, shaped as callers know them."""
     shape = PoolShape.of(spec)
 
     def read(pool: jax.Array) -> jax.Array:
@@ -237,20 +275,16 @@ def _read(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array) -> jax.Arra
     return moved(read, pool)
 
 
-def _clear(pool: jax.Array, page_indices: jax.Array) -> jax.Array:
-    return moved(lambda pool: pool.at[page_indices].set(jnp.zeros((), pool.dtype), mode="drop"), pool)
+def clear_pages(pool: jax.Array, page_indices: jax.Array) -> jax.Array:
+    """Returns the pool with zeroed pages; indices past its end write nothing."""
+    return set_pages(pool, page_indices, jnp.zeros((1, *pool.shape[1:]), pool.dtype))
 
 
-def _copy(pool: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-    return moved(lambda pool: pool.at[targets].set(pool[sources], mode="drop"), pool)
+def copy_pages(pool: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns the pool with pages copied over others; targets past its end get none."""
+    return set_pages(pool, targets, moved(lambda pool: pool[sources], pool))
 
 
-def _append(spec: CacheSpec, pool: jax.Array, page: jax.Array, offset: jax.Array, kv: jax.Array) -> jax.Array:
+def append_tokens(spec: CacheSpec, pool: jax.Array, page: jax.Array, offset: jax.Array, kv: jax.Array) -> jax.Array:
     """Returns the pool with new tokens; pages past its end get none."""
-
-    def append(pool: jax.Array, kv: jax.Array) -> jax.Array:
-        tokens = pool.reshape(spec.num_pages, spec.page_size, -1, pool.shape[-1])
-        rows = padded_heads(spec, kv, 1).reshape(len(page), *tokens.shape[2:])
-        return tokens.at[page, offset].set(rows, mode="drop").reshape(pool.shape)
-
-    return moved(append, pool, kv)
+    return set_tokens(pool, page, offset, padded_heads(spec, kv, 1).reshape(len(page), -1, pool.shape[-1]))

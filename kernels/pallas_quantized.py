@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from attnd.kernels.contract import CacheSpec, RaggedBatch
-from attnd.kernels.pallas_pool import PAGE_BUCKETS, TOKEN_BUCKETS, in_buckets
+from attnd.kernels.pallas_pool import PAGE_BUCKETS, TOKEN_BUCKETS, in_buckets, set_pages, set_tokens
 from attnd.kernels.quantization import quantize_int8
 from attnd.kernels.tpu_chips import LANES
 
@@ -37,13 +37,19 @@ class QuantizedPages:
         return (*self.weights[layer], *self.scales[layer])
 
 
+def array_shapes(spec: CacheSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of a layer's K or V, and of their scales."""
+    weights = (spec.num_kv_heads, spec.num_pages, spec.page_size, -(-spec.head_dim // LANES) * LANES)
+    return weights, (spec.num_pages, spec.num_kv_heads * spec.page_size)
+
+
 class QuantizedMover:
     """Writes, reads and clears pages on a device, by programs of a few sizes."""
 
     def __init__(self, device: jax.Device) -> None:
         self._device = device
-        self._set_pages = jax.jit(_set_pages, donate_argnums=(0, 1))
-        self._set_tokens = jax.jit(_set_tokens, donate_argnums=(0, 1))
+        self._set_pages = jax.jit(set_quantized_pages, donate_argnums=(0, 1))
+        self._set_tokens = jax.jit(set_quantized_tokens, donate_argnums=(0, 1))
 
     @property
     def num_compiled_programs(self) -> int:
@@ -53,8 +59,7 @@ class QuantizedMover:
 
     def allocate(self, spec: CacheSpec) -> QuantizedPages:
         """Returns zeroed pages."""
-        weights = (spec.num_kv_heads, spec.num_pages, spec.page_size, -(-spec.head_dim // LANES) * LANES)
-        scales = (spec.num_pages, spec.num_kv_heads * spec.page_size)
+        weights, scales = array_shapes(spec)
         with jax.default_device(self._device):
             return QuantizedPages(
                 spec=spec,
@@ -154,19 +159,35 @@ def _filled(values: np.ndarray, size: int, axis: int) -> np.ndarray:
     return np.pad(values, [(0, size - values.shape[axis] if i == axis else 0) for i in range(values.ndim)])
 
 
-def _set_pages(weights: Any, scales: Any, places: Any, new: Any, new_scales: Any) -> tuple[jax.Array, jax.Array]:
+def set_quantized_pages(
+    weights: Any, scales: Any, places: Any, new: Any, new_scales: Any
+) -> tuple[jax.Array, jax.Array]:
     """Returns the arrays with other pages; page ids past the end write nothing."""
     (page,) = places
     rows = new_scales[..., 0].swapaxes(0, 1).reshape(len(page), -1)
-    return weights.at[:, page].set(_lanes(new, weights), mode="drop"), scales.at[page].set(rows, mode="drop")
+    pool = weights.reshape(-1, *weights.shape[2:])
+    pool = set_pages(pool, _pages_of_heads(weights, page), _lanes(new, weights).reshape(-1, *pool.shape[1:]))
+    return pool.reshape(weights.shape), scales.at[page].set(rows, mode="drop")
 
 
-def _set_tokens(weights: Any, scales: Any, places: Any, new: Any, new_scales: Any) -> tuple[jax.Array, jax.Array]:
+def set_quantized_tokens(
+    weights: Any, scales: Any, places: Any, new: Any, new_scales: Any
+) -> tuple[jax.Array, jax.Array]:
     """Returns the arrays with new tokens; page ids past the end write nothing."""
     page, offset = places
     column = jnp.arange(weights.shape[0]) * weights.shape[2] + offset[:, None]
     scales = scales.at[page[:, None], column].set(new_scales[..., 0], mode="drop")
-    return weights.at[:, page, offset].set(_lanes(new, weights).swapaxes(0, 1), mode="drop"), scales
+    tokens = _lanes(new, weights).swapaxes(0, 1).reshape(-1, 1, weights.shape[-1])
+    pool = weights.reshape(-1, *weights.shape[2:])
+    pool = set_tokens(pool, _pages_of_heads(weights, page), jnp.tile(offset, weights.shape[0]), tokens)
+    return pool.reshape(weights.shape), scales
+
+
+def _pages_of_heads(weights: Any, page: Any) -> jax.Array:
+    """Returns the pages of each head among those of all heads, one after another; a page past the end is past all."""
+    heads, num_pages = weights.shape[:2]
+    pages = jnp.arange(heads, dtype=jnp.int32)[:, None] * num_pages + page
+    return jnp.where(page < num_pages, pages, heads * num_pages).reshape(-1)
 
 
 def _lanes(new: Any, weights: Any) -> jax.Array:

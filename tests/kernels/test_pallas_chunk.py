@@ -126,6 +126,18 @@ def test_a_window_bounds_what_is_fetched_and_computed(shape: Shape, window: int,
             1e-2,
             id="page_of_24-no_interior",
         ),
+        pytest.param(
+            Shape(kv_dtype="int8", head_dim=192, num_q_heads=4, num_kv_heads=4, page_size=16),
+            AttentionOptions(sm_scale=0.07, return_lse=True, k_scale=1 / 30, v_scale=1 / 40),
+            1e-2,
+            id="int8-192-tokens_share_a_tile",
+        ),
+        pytest.param(
+            Shape(kv_dtype="float8_e4m3fn", head_dim=256),
+            AttentionOptions(sm_scale=0.06, return_lse=True),
+            1e-2,
+            id="e4m3-256-page_is_half_a_tile",
+        ),
     ],
 )
 def test_answers_other_shapes(shape: Shape, options: AttentionOptions, tolerance: float) -> None:
