@@ -49,6 +49,12 @@ class Compiled:
     collectives: tuple[str, ...] = ()
     schedules: tuple[Schedule, ...] = field(default=(), repr=False)
 
+    def copy_of_pool(self, pool_bytes: int, *, donated: bool = True) -> str | None:
+        """Returns how it copies a pool of this size where it should take it over, or read it; None if it does not."""
+        if self.error is None and (self.temp_bytes >= pool_bytes or (donated and self.alias_bytes < pool_bytes)):
+            return f"the pool is copied: {self.alias_bytes} bytes aliased, {self.temp_bytes} bytes more in use"
+        return None
+
 
 class Compiler:
     """Compiles for one generation, in a child process that is replaced when a program takes too long."""

@@ -57,8 +57,5 @@ def sharding_differences(compiler: Compiler) -> Iterator[tuple[str, str | None]]
         problem = compiled.error
         if problem is None and compiled.collectives:
             problem = f"it communicates: {', '.join(compiled.collectives)}"
-        if problem is None and (compiled.alias_bytes < pool_bytes or compiled.temp_bytes >= pool_bytes):
-            problem = (
-                f"the pool is copied: {compiled.alias_bytes} bytes aliased, {compiled.temp_bytes} bytes more in use"
-            )
+        problem = problem or compiled.copy_of_pool(pool_bytes)
         yield f"{compiler.generation} {kernel} sharded over 4 chips", problem and problem.splitlines()[0][:300]

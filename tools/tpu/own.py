@@ -1,6 +1,7 @@
 """Our own kernels as programs to compile, at any shape."""
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_decode import decode as decode_kernel
 from attnd.kernels.pallas_decode_config import DecodeConfig
 from attnd.kernels.pallas_plan import LaunchShape
+from attnd.kernels.pallas_pool import PoolShape, append_tokens, clear_pages, copy_pages, write_pages
 from attnd.kernels.pallas_programs import Program, Programs
+from attnd.kernels.pallas_quantized import array_shapes, set_quantized_pages, set_quantized_tokens
 from attnd.kernels.tpu_chips import CHIPS
 from tools.tpu.programs import INT32, array, lower
 from tools.tpu.shapes import LLAMA
@@ -74,6 +77,11 @@ def _names(config: type) -> set[str]:
     return {each.name for each in fields(config)}
 
 
+def cache_spec(spec: dict[str, Any]) -> CacheSpec:
+    """Returns a cache out of what JSON can carry."""
+    return CacheSpec(**spec | {"layout": Layout(spec["layout"]), "dtype": CACHE_DTYPES[spec["dtype"]]})
+
+
 def attnd(
     devices: Any,
     *,
@@ -86,12 +94,46 @@ def attnd(
     limits: bool = True,
 ) -> Any:
     """A program as the server runs it: padding, one of the kernels, the pool donated."""
-    cache = CacheSpec(**spec | {"layout": Layout(spec["layout"]), "dtype": CACHE_DTYPES[spec["dtype"]]})
+    cache = cache_spec(spec)
     launch = LaunchShape(**shape)
     tuning = Tuning(chip=CHIPS[generation], limits=limits)
     make = pallas_blocks.decode_config if launch.is_decode else pallas_blocks.chunk_config
     config = make(cache, num_q_heads, q_dtype, launch, Features(**features), tuning)
     return Programs(devices[0], interpret=False).lower(Program(spec=cache, num_q_heads=num_q_heads, config=config))
+
+
+def moved(devices: Any, *, spec: dict[str, Any], move: str, size: int = 64) -> Any:
+    """What writes, clears or copies `size` pages, or appends as many tokens, of a layer ahead of any kernel."""
+    cache = cache_spec(spec)
+    indices, values = array((size,), INT32), array(cache.pages_shape(size), cache.dtype)
+    if cache.quantized_per_token:
+        return _moved_quantized(devices, cache, move, size)
+    pool = PoolShape.of(cache)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "write": (partial(write_pages, cache), indices, values),
+        "clear": (clear_pages, indices),
+        "copy": (copy_pages, indices, indices),
+        "append": (
+            partial(append_tokens, cache), indices, indices,
+            array((size, cache.num_kv_heads, 2, cache.head_dim), cache.dtype),
+        ),
+    }  # fmt: skip
+    function, *rest = arguments[move]
+    return lower(devices, function, (array(pool.array_shape, pool.dtype), *rest), donate=(0,))
+
+
+def _moved_quantized(devices: Any, cache: CacheSpec, move: str, size: int) -> Any:
+    """The same for K or V of an int8 cache with a scale for each token, which is cleared and copied by writing."""
+    indices = array((size,), INT32)
+    weights_shape, scales_shape = array_shapes(cache)
+    weights, scales = array(weights_shape, jnp.int8), array(scales_shape, jnp.float32)
+    new = array((size, cache.num_kv_heads, cache.head_dim), jnp.int8)
+    if move == "append":
+        arguments = (weights, scales, (indices, indices), new, array((*new.shape[:-1], 1), jnp.float32))
+        return lower(devices, set_quantized_tokens, arguments, donate=(0, 1))
+    pages = array(cache.pages_shape(size)[1:], jnp.int8)
+    arguments = (weights, scales, (indices,), pages, array((*pages.shape[:-1], 1), jnp.float32))
+    return lower(devices, set_quantized_pages, arguments, donate=(0, 1))
 
 
 def sharded(devices: Any, *, kernel: str, num_devices: int = 4, **changes: Any) -> Any:
