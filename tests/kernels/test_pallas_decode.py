@@ -1,6 +1,5 @@
 """The decode kernel in TPU interpret mode, against float64, over memory in which all that must not be read is NaN."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -10,15 +9,15 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnd.kernels import pallas_decode_program, pallas_words
+from attnd.kernels import pallas_words
 from attnd.kernels.contract import AttentionOptions, CacheSpec, KernelHints, Layout, RaggedBatch
 from attnd.kernels.host_pages import HostPages, bits_of
 from attnd.kernels.pallas_decode import decode
-from attnd.kernels.pallas_decode_compute import Columns
 from attnd.kernels.pallas_decode_config import DecodeConfig
-from attnd.kernels.pallas_decode_items import Copies, Item, Items
+from attnd.kernels.pallas_decode_items import Item, Items
 from attnd.kernels.pallas_words import Ref
 from attnd.kernels.reference import Reference
+from tests.support import mutations
 from tests.support.interpreting import RaceDetected, counted_copies, jit_quickly, without_races
 
 
@@ -271,60 +270,6 @@ def test_reads_and_writes_words_by_the_twin() -> None:
     np.testing.assert_array_equal(copy.view(np.uint16), expected)
 
 
-Mutation = Callable[[pytest.MonkeyPatch], None]
-
-
-def _copies_never_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Copies, "wait", lambda *args: None)
-
-
-def _fetch_into_the_buffer_in_use(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pallas_decode_program, "NUM_BUFFERS", 3)
-
-
-def _mask_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    visible = Columns.visible
-    patch.setattr(
-        Columns, "visible", lambda self, tokens, first: visible(self, replace(tokens, end=tokens.end + 1), first)
-    )
-
-
-def _window(patch: pytest.MonkeyPatch, change: int) -> None:
-    first = Items.first
-    patch.setattr(Items, "first", lambda self, row: first(replace(self, window=self.window + change), row))
-
-
-def _last_page_dropped(patch: pytest.MonkeyPatch) -> None:
-    first = Items.first
-
-    def shorter(self: Items, row: object) -> Item:
-        item = first(self, row)
-        left = item.left - jnp.where(item.left > 16, 16, 0)
-        return item._replace(left=left, tokens=self._tokens(left))
-
-    patch.setattr(Items, "first", shorter)
-
-
-def _stale_rows_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Copies, "clear", lambda *args: None)
-
-
-def _cap_skipped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(jnp, "tanh", lambda x: x)
-
-
-MUTATIONS: dict[str, Mutation] = {
-    "copies_never_waited_for": _copies_never_waited_for,
-    "fetch_into_the_buffer_in_use": _fetch_into_the_buffer_in_use,
-    "mask_off_by_one": _mask_off_by_one,
-    "window_one_larger": lambda patch: _window(patch, 1),
-    "window_one_smaller": lambda patch: _window(patch, -1),
-    "last_page_dropped": _last_page_dropped,
-    "stale_rows_kept": _stale_rows_kept,
-    "cap_skipped": _cap_skipped,
-}
-
-
 MUTATED = Case((180, 70, 300), append=False, sliding_window=140, soft_cap=3.0)
 
 
@@ -332,7 +277,7 @@ def test_nothing_is_wrong_before_mutation() -> None:
     assert faults(MUTATED, "eager") == []
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", mutations.DECODE)
 def test_notices_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTATIONS[name](monkeypatch)
+    mutations.DECODE[name](monkeypatch)
     assert faults(MUTATED, "eager") != []

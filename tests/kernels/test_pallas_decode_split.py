@@ -13,6 +13,7 @@ from attnd.kernels.pallas_decode_split import decode_split
 from attnd.kernels.pallas_decode_split_parts import SplitDecodeConfig
 from attnd.kernels.quantization import quantize_int8
 from attnd.kernels.reference import Reference
+from tests.support import mutations
 from tests.support.interpreting import jit_quickly, without_races
 
 
@@ -72,9 +73,8 @@ def filled(case: Case) -> tuple[HostPages, np.ndarray]:
     return pages, table
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_float64(name: str) -> None:
-    case = CASES[name]
+def check(case: Case) -> None:
+    """Runs a case and asserts that its answer is right, and that no copy was in the way of another."""
     pages, table = filled(case)
     lengths = np.array(case.lengths, np.int32)
     q = np.random.default_rng(1).standard_normal((len(lengths), case.heads[0], case.head_dim))
@@ -114,3 +114,26 @@ def test_equals_float64(name: str) -> None:
     np.testing.assert_allclose(lse[rows], expected.lse_natural, rtol=0, atol=case.tolerance)
     assert (out[lengths == 0] == 0).all()
     assert (lse[lengths == 0] == -np.inf).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64(name: str) -> None:
+    check(CASES[name])
+
+
+MUTATED = Case((180, 70, 300), kv_dtype="int8", soft_cap=3.0, mode="eager")
+# Of the others there is no window here, and stale int8 rows are finite: their weights are zero.
+MUTATIONS = (
+    "copies_never_waited_for", "fetch_into_the_buffer_in_use", "mask_off_by_one", "last_page_dropped", "cap_skipped",
+)  # fmt: skip
+
+
+def test_nothing_is_wrong_before_mutation() -> None:
+    check(MUTATED)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_notices_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutations.DECODE[name](monkeypatch)
+    with pytest.raises(AssertionError):
+        check(MUTATED)
