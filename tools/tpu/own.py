@@ -16,6 +16,8 @@ from attnd.kernels.pallas_chunk import chunk as chunk_kernel
 from attnd.kernels.pallas_chunk_config import ChunkConfig
 from attnd.kernels.pallas_decode import decode as decode_kernel
 from attnd.kernels.pallas_decode_config import DecodeConfig
+from attnd.kernels.pallas_decode_split import decode_split
+from attnd.kernels.pallas_decode_split_parts import SplitDecodeConfig
 from attnd.kernels.pallas_plan import LaunchShape
 from attnd.kernels.pallas_pool import PoolShape, append_tokens, clear_pages, copy_pages, write_pages
 from attnd.kernels.pallas_programs import Program, Programs
@@ -49,6 +51,27 @@ def chunk(devices: Any, **changes: Any) -> Any:
 
     arguments = (*_arguments(config, config.num_tokens), array((config.num_rows + 1,), INT32))
     return lower(devices, function, arguments, donate=(1,))
+
+
+def split(devices: Any, **changes: Any) -> Any:
+    """The decode kernel of int8 pages of layout SPLIT, with a scale for each token and head."""
+    config = SplitDecodeConfig(**LLAMA | {"kv_dtype": "int8", "scaled": True} | changes)
+
+    def function(q: Any, k: Any, v: Any, lens: Any, table: Any, k_scales: Any, v_scales: Any, sm_scale: Any) -> Any:
+        return decode_split(config, q, k, v, lens, table, k_scales=k_scales, v_scales=v_scales, sm_scale=sm_scale)
+
+    pages, scales = array(config.pool_shape, config.kv_dtype), array(config.scales_shape, jnp.float32)
+    arguments = (
+        array((config.num_rows, config.num_q_heads, config.head_dim), config.q_dtype),
+        pages,
+        pages,
+        array((config.num_rows,), INT32),
+        array((config.num_rows, config.pages_per_seq), INT32),
+        scales,
+        scales,
+        array((), jnp.float32),
+    )
+    return lower(devices, function, arguments)
 
 
 def _arguments(config: DecodeConfig | ChunkConfig, num_tokens: int) -> tuple[Any, ...]:
