@@ -139,7 +139,7 @@ class AttentionCall(Joinable[Attended]):
     def _require_clean_pages(self) -> None:
         if not self.cache.debug_checks or self.reservation is None or not len(self.reservation.fresh):
             return
-        for layer in range(self.cache.spec.num_layers):
+        for layer in [self.layer] if self.reservation.followed else range(self.cache.spec.num_layers):
             held = self.cache.implementation.read(self.cache.pages, layer, self.reservation.fresh)
             assert not any(np.any(each) for each in held if each is not None), "a page was free and not clean"
 

@@ -79,6 +79,8 @@ class Reservation:
         batch: What the kernel works on.
         copies: What is copied before anything is written. While there are any, no other call uses the sequences.
         fresh: int32. Pages that were free before.
+        followed: Whether other layers' calls came to its sequences since: one that is run before it, as part of a
+            batch, writes to its fresh pages first.
         settled: Set when the work has ended.
     """
 
@@ -90,6 +92,7 @@ class Reservation:
     batch: RaggedBatch
     copies: list[PageCopies]
     fresh: Pages
+    followed: bool = False
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 

@@ -208,6 +208,8 @@ class SequenceTable:
             fresh=fresh,
         )
         for sequence in sequences:
+            for earlier in sequence.in_flight:
+                earlier.followed = True
             sequence.in_flight.append(reservation)
         return reservation
 
