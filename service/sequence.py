@@ -8,7 +8,7 @@ from jaxtyping import Int32
 
 from attnd.kernels.contract import RaggedBatch
 from attnd.service.errors import FailedPreconditionError
-from attnd.service.pages import RESERVED_PAGE, Pages
+from attnd.service.pages import RESERVED_PAGE, PagePool, Pages
 
 Lens = Int32[np.ndarray, " num_seqs"]
 
@@ -106,6 +106,31 @@ def require_held(needed_lens: Lens, held_lens: Lens, layer: int) -> None:
             f"the layer holds {held_lens[i]}."
         )
         raise FailedPreconditionError("SEQUENCE_HOLE", message)
+
+
+def call_in_the_way(sequences: list[Sequence], layer: int) -> Reservation | None:
+    """Returns a call in flight that a call of a layer must wait for: one of its layer, or one that copies pages."""
+    calls = (call for sequence in sequences for call in sequence.in_flight)
+    return next((call for call in calls if call.layer == layer or call.copies), None)
+
+
+def slots_to_copy(
+    sequences: list[Sequence], held_lens: Lens, kv_lens: Lens, layer: int, pool: PagePool, page_size: int
+) -> list[tuple[Sequence, np.ndarray]]:
+    """Returns the places, in page tables, of pages that a call writes new tokens to and others read."""
+    to_copy = []
+    for sequence, start, end in zip(sequences, held_lens.tolist(), kv_lens.tolist(), strict=True):
+        if not sequence.shares or start >= end:
+            continue
+        first = start // page_size
+        pages = sequence.pages[first : -(-end // page_size)]
+        read_by_others = pool.is_shared(pages)
+        if sequence.sealed_lens is not None and start < sequence.sealed_lens[layer]:
+            read_by_others |= pool.is_sealed(pages)
+        slots = np.flatnonzero(read_by_others) + first
+        if len(slots):
+            to_copy.append((sequence, slots))
+    return to_copy
 
 
 def page_table(sequences: list[Sequence], copies: list[PageCopies]) -> Int32[np.ndarray, "num_seqs pages_per_seq"]:

@@ -12,7 +12,16 @@ from attnd.kernels.errors import InvalidArgumentError
 from attnd.service.errors import DataLossError, NotFoundError, ResourceExhaustedError
 from attnd.service.pages import PagePool, Pages
 from attnd.service.quotas import Quota
-from attnd.service.sequence import Lens, PageCopies, Reservation, Sequence, page_table, require_held
+from attnd.service.sequence import (
+    Lens,
+    PageCopies,
+    Reservation,
+    Sequence,
+    call_in_the_way,
+    page_table,
+    require_held,
+    slots_to_copy,
+)
 from attnd.service.snapshots import SequenceState, Snapshot
 from attnd.service.world import World
 
@@ -49,6 +58,7 @@ class SequenceTable:
         self._pool = PagePool(spec.num_pages - 1, quota)
         self._sequences: dict[bytes, Sequence] = {}
         self._unclean: list[Pages] = []
+        self._closed = False
 
     @property
     def num_free_pages(self) -> int:
@@ -86,8 +96,8 @@ class SequenceTable:
         if not 0 < lease_s <= LEASE_S_MAX:
             raise InvalidArgumentError.of("lease_s", f"{lease_s=} must be in (0, {LEASE_S_MAX:.0f}].")
         self._admit(num_sequences)
-        no_tokens = np.zeros(self._spec.num_layers, np.int32)
-        return [self._add(no_tokens.copy(), lease_s).handle for _ in range(num_sequences)]
+        num_layers = self._spec.num_layers
+        return [self._add(np.zeros(num_layers, np.int32), lease_s).handle for _ in range(num_sequences)]
 
     def fork(self, handle: bytes) -> bytes:
         """Returns the handle of a new sequence that holds another's tokens; what either appends is its own.
@@ -156,9 +166,13 @@ class SequenceTable:
             self._give_back(pages)
 
     def close(self) -> None:
-        """Releases all sequences."""
+        """Releases all sequences, for ever: the pages that come back from now on are never taken again."""
+        self._closed = True
         for sequence in list(self._sequences.values()):
             self._remove(sequence)
+        unclean, self._unclean = self._unclean, []
+        for pages in unclean:
+            self._pool.give(pages)
 
     # Calls.
 
@@ -186,24 +200,31 @@ class SequenceTable:
         """
         while True:
             sequences = self._find_whole(handles)
-            blocker = self._call_in_the_way(sequences, layer)
+            blocker = call_in_the_way(sequences, layer)
             if blocker is None:
                 held_lens = np.array([sequence.layer_lens[layer] for sequence in sequences], np.int32)
                 require_held(kv_lens - q_lens if append else kv_lens, held_lens, layer)
-                to_copy = self._slots_to_copy(sequences, held_lens, kv_lens, layer)
+                to_copy = slots_to_copy(sequences, held_lens, kv_lens, layer, self._pool, self._spec.page_size)
                 blocker = next((call for sequence, _ in to_copy for call in sequence.in_flight), None)
             if blocker is None:
                 break
             await blocker.settled.wait()
         copies, fresh = self._take(sequences, kv_lens, to_copy)
-        table = page_table(sequences, copies)
+        try:
+            batch = RaggedBatch.compact(kv_lens, page_table(sequences, copies), q_lens, self._spec.page_size)
+        except BaseException:
+            for each in copies:
+                self._drop(each.targets)
+            for sequence in sequences:
+                self._trim(sequence)
+            raise
         reservation = Reservation(
             sequences=sequences,
             layer=layer,
             q_lens=q_lens,
             kv_lens=kv_lens,
             held_lens=held_lens,
-            batch=RaggedBatch.compact(kv_lens, table, q_lens, self._spec.page_size),
+            batch=batch,
             copies=copies,
             fresh=fresh,
         )
@@ -264,7 +285,7 @@ class SequenceTable:
         self._admit(len(states))
         try:
             new = self._pool.take(len(old))
-        except ResourceExhaustedError:
+        except BaseException:
             self._quota.give_sequences(len(states))
             raise
         for state in states:
@@ -328,31 +349,8 @@ class SequenceTable:
         sequence.released = True
         self._trim(sequence)
 
-    @staticmethod
-    def _call_in_the_way(sequences: list[Sequence], layer: int) -> Reservation | None:
-        calls = (call for sequence in sequences for call in sequence.in_flight)
-        return next((call for call in calls if call.layer == layer or call.copies), None)
-
     def _num_pages(self, length: int) -> int:
         return -(-length // self._spec.page_size)
-
-    def _slots_to_copy(
-        self, sequences: list[Sequence], held_lens: Lens, kv_lens: Lens, layer: int
-    ) -> list[tuple[Sequence, np.ndarray]]:
-        """Returns the places, in page tables, of pages that the call writes new tokens to and others read."""
-        to_copy = []
-        for sequence, start, end in zip(sequences, held_lens.tolist(), kv_lens.tolist(), strict=True):
-            if not sequence.shares or start >= end:
-                continue
-            first = start // self._spec.page_size
-            pages = sequence.pages[first : self._num_pages(end)]
-            read_by_others = self._pool.is_shared(pages)
-            if sequence.sealed_lens is not None and start < sequence.sealed_lens[layer]:
-                read_by_others |= self._pool.is_sealed(pages)
-            slots = np.flatnonzero(read_by_others) + first
-            if len(slots):
-                to_copy.append((sequence, slots))
-        return to_copy
 
     def _take(
         self, sequences: list[Sequence], kv_lens: Lens, to_copy: list[tuple[Sequence, np.ndarray]]
@@ -391,7 +389,8 @@ class SequenceTable:
             return
 
         def cleared(done: bool) -> None:
-            if done:
+            # Nobody sweeps a closed table: what it kept would stand in the tenant's quota for ever.
+            if done or self._closed:
                 self._pool.give(pages)
             else:
                 self._unclean.append(pages)

@@ -1,4 +1,4 @@
-"""Calls that leave the queue before earlier ones, as part of a batch: what each finds is what it would find in order."""
+"""Calls that leave the queue before earlier ones, as part of a batch: each finds what it would find in order."""
 
 import asyncio
 import threading

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from attnd.kernels.errors import InvalidArgumentError
+from attnd.service import sequences
 from attnd.service.errors import DataLossError, NotFoundError, ResourceExhaustedError
 from attnd.service.quotas import Quota
 from attnd.service.snapshots import SequenceState, Snapshot
@@ -302,6 +303,50 @@ def test_pages_that_could_not_be_cleaned_are_not_given_out_until_they_are():
     table._clear = works
     table.sweep()
     assert table.num_free_pages == 2
+
+
+def test_pages_that_could_not_be_cleaned_leave_the_quota_with_their_cache():
+    quota = Quota()
+    table = table_of(quota=quota)
+    a, b = table.create(2)
+    extend(table, a, 16, 16)
+    extend(table, b, 16, 16)
+    table._clear = lambda pages, then: then(False)
+    table.release([a])
+    assert quota.num_pages == 4
+    table.close()
+    assert quota.is_idle
+
+
+@pytest.mark.parametrize("length", [0, 5, 6])
+def test_a_call_whose_table_finds_no_memory_changes_nothing(monkeypatch, length):
+    def no_memory(*_):
+        raise MemoryError
+
+    table, parent, _ = forked(length)
+    before = state(table), table.pool.holders().tolist()
+    monkeypatch.setattr(sequences, "page_table", no_memory)
+    with pytest.raises(MemoryError):
+        reserve(table, [parent], [12], [length + 12])
+    monkeypatch.undo()
+    assert (state(table), table.pool.holders().tolist()) == before
+    extend(table, parent, length + 12, 12)
+
+
+def test_a_snapshot_that_finds_no_memory_changes_nothing(monkeypatch):
+    table, *_ = forked(5)
+    snapshot = table.seal()
+    quota = Quota()
+    restored = table_of(quota=quota)
+
+    def no_memory(_):
+        raise MemoryError
+
+    monkeypatch.setattr(restored.pool, "take", no_memory)
+    with pytest.raises(MemoryError):
+        restored.adopt(snapshot)
+    assert len(restored) == 0
+    assert quota.is_idle
 
 
 def test_what_a_snapshot_holds_does_not_change_and_appending_copies_nothing():
