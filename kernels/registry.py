@@ -6,11 +6,11 @@ from typing import Any, Final
 
 from attnd.kernels.contract import CacheSpec, Implementation
 from attnd.kernels.errors import UnsupportedError
+from attnd.kernels.numba import Numba
 from attnd.kernels.reference import Reference
 from attnd.kernels.xla import Xla
 
 AUTO: Final = "auto"
-_PLANNED: Final = ("numba",)
 # What "auto" tries on a platform, in this order; on any other platform, plain JAX on the host.
 _PREFERRED: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("xla",), "tpu": ("pallas", "jax_ops", "xla")}
 
@@ -30,6 +30,7 @@ def _jax_ops() -> Implementation[Any]:
 _IMPLEMENTATIONS: Final[Mapping[str, Callable[[], Implementation[Any]]]] = {
     "reference": Reference,
     "xla": Xla,
+    "numba": Numba,
     "pallas": partial(_pallas, interpret=False),
     "pallas_interpret": partial(_pallas, interpret=True),
     "jax_ops": _jax_ops,
@@ -45,10 +46,8 @@ def create(name: str) -> Implementation[Any]:
     """Returns a new implementation, with programs of its own.
 
     Raises:
-        UnsupportedError: This build has no implementation of that name.
+        UnsupportedError: There is no implementation of that name.
     """
-    if name in _PLANNED:
-        raise UnsupportedError(f"implementation={name!r} is not part of this build; it has {', '.join(names())}.")
     if name not in _IMPLEMENTATIONS:
         raise UnsupportedError(f"implementation={name!r} must be one of {', '.join((AUTO, *names()))}.")
     return _IMPLEMENTATIONS[name]()

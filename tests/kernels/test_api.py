@@ -46,14 +46,14 @@ def test_answers_as_jax_with_jax_arrays(right):
     np.testing.assert_allclose(out, right, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "auto"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "numba", "auto"])
 def test_named_implementations_agree(right, implementation):
     np.testing.assert_allclose(attend(implementation=implementation), right, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("implementation", "reason"),
-    [("numba", "is not part of this build"), ("pallas", "needs a TPU"), ("jax_ops", "need a TPU")],
+    [("pallas", "needs a TPU"), ("jax_ops", "need a TPU")],
 )
 def test_implementation_that_cannot_run_here_is_unsupported(implementation, reason):
     with pytest.raises(kernels.UnsupportedError, match=reason):

@@ -18,7 +18,7 @@ SLOW = [pytest.param(mode, marks=pytest.mark.pallas_suite, id=f"pallas_{mode}") 
 REFUSED = ("float16 interleaved", "float16 split", "page_size 1 interleaved", "page_size 7 split")
 
 
-@pytest.fixture(scope="session", params=["reference", "xla", *SLOW])
+@pytest.fixture(scope="session", params=["reference", "xla", "numba", *SLOW])
 def implementation(request):
     return strict_pallas(request.param) if request.param in DMA_MODES else registry.create(request.param)
 
