@@ -21,12 +21,13 @@ RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sb
 COPY --from=build /opt/attnd /opt/attnd
 COPY deploy/healthcheck.py /opt/attnd/healthcheck.py
 # JAX_PLATFORMS: a TPU image on a machine without a TPU must fail, not fall back to the CPU.
-# JAX_COMPILATION_CACHE_DIR: compiled programs outlive the container if /var/cache/attnd is a volume.
+# The cache folders: compiled programs outlive the container if /var/cache/attnd is a volume.
 ENV PATH=/opt/attnd/bin:$PATH \
   PYTHONUNBUFFERED=1 \
   JAX_PLATFORMS=${VARIANT} \
   JAX_COMPILATION_CACHE_DIR=/var/cache/attnd \
-  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+  NUMBA_CACHE_DIR=/var/cache/attnd/numba
 USER 10001:10001
 EXPOSE 50051
 STOPSIGNAL SIGTERM

@@ -12,7 +12,7 @@ from attnd.kernels.xla import Xla
 
 AUTO: Final = "auto"
 # What "auto" tries on a platform, in this order; on any other platform, plain JAX on the host.
-_PREFERRED: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("xla",), "tpu": ("pallas", "jax_ops", "xla")}
+_PREFERRED: Final[Mapping[str, tuple[str, ...]]] = {"cpu": ("numba", "xla"), "tpu": ("pallas", "jax_ops", "xla")}
 
 
 def _pallas(*, interpret: bool) -> Implementation[Any]:

@@ -13,8 +13,12 @@ SPEC = CacheSpec(
 )
 
 
-def test_auto_off_tpu_is_plain_jax():
-    assert registry.choose(SPEC, "cpu").name == "xla"
+def test_auto_on_a_cpu_is_numba_where_it_is_installed():
+    assert registry.choose(SPEC, "cpu").name == "numba"
+
+
+def test_auto_elsewhere_is_plain_jax():
+    assert registry.choose(SPEC, "gpu").name == "xla"
 
 
 @pytest.mark.parametrize("name", registry.names())
