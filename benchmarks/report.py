@@ -105,7 +105,7 @@ def machine() -> dict[str, str]:
         "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind} x {len(jax.devices())}",
         "python": platform.python_version(),
     }
-    for name in ("numpy", "jax", "torch", "grpcio", "protobuf"):
+    for name in ("numpy", "jax", "numba", "torch", "grpcio", "protobuf"):
         try:
             facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
