@@ -1,9 +1,9 @@
 """Servers and drivers of the section "rpc", each run as a process: `python -m benchmarks.rpc_peers ROLE [ADDRESS]`.
 
-A driver reads lines "SIZE CALLS" and prints CALLS durations in nanoseconds on one line; attnd's prints a second line,
-the nanoseconds of those that the server spent on writing, compiling and attending.
+A driver reads lines "SIZE CALLS" and prints CALLS durations in nanoseconds on one line.
 """
 
+import asyncio
 import socket
 import sys
 import time
@@ -20,6 +20,9 @@ UNLIMITED: Final = [("grpc.max_receive_message_length", -1), ("grpc.max_send_mes
 NAIVE_PATH: Final = "/benchmarks.Naive/Echo"
 # q is [rows, heads, head_dim] in float32: the bytes of each size, in the shapes of a decode where they allow it.
 Q_SHAPES: Final = {200: (1, 1, 50), 512 * 1024: (32, 32, 128), 16 * 1024**2: (1024, 32, 128)}
+# A step of a model: rows with tables of so many pages, and layers.
+STEP_SHAPE: Final = (64, 128)
+STEP_LAYERS: Final = 32
 
 
 def naive_serve() -> None:
@@ -49,13 +52,12 @@ def naive_drive(address: str) -> None:
             response_deserializer=tensor_pb2.Tensor.FromString,
         )
 
-        def prepare(size: int) -> Callable[[], int]:
+        def prepare(size: int) -> Callable[[], object]:
             q = np.ones(size // 4, np.float32)
 
-            def echo() -> int:
+            def echo() -> None:
                 if naive_array(call(naive_message(q))).shape != q.shape:
                     raise AssertionError("the echo has another shape")
-                return 0
 
             return echo
 
@@ -72,39 +74,93 @@ def naive_array(message: tensor_pb2.Tensor) -> np.ndarray:
     return np.frombuffer(message.data, np.float32).reshape(tuple(message.shape))
 
 
-def attnd_drive(address: str) -> None:
-    """Times attention calls that attend over one token a row, so that there is little but the round trip."""
-    from attnd.client import CallRecord, Client  # noqa: PLC0415 - the naive peers must not meet what it sets up
+def attnd_serve() -> None:
+    """Serves attnd with attention that gives the queries back: all that a call costs, but for its compute."""
+    from attnd.kernels.contract import Attended  # noqa: PLC0415 - the drivers need no server's packages
+    from attnd.kernels.xla import Xla  # noqa: PLC0415
+    from attnd.service import server  # noqa: PLC0415
+    from attnd.service.config import ServerConfig  # noqa: PLC0415
 
-    records: list[CallRecord] = []
-    with Client(address, timeout_s=300, on_call=records.append) as client:
+    def attend(_self: Xla, _pages: Any, _layer: int, _batch: Any, q: np.ndarray, **_: Any) -> Attended:
+        return Attended(out=q)
 
-        def prepare(size: int) -> Callable[[], int]:
+    Xla.attend = attend  # type: ignore[method-assign, assignment]
+    asyncio.run(server.serve(ServerConfig(port=0, warm_up=False)))
+
+
+def attnd_drive(address: str, way: str) -> None:
+    """Times attention calls whose answer is as large as the question.
+
+    Args:
+        address: The server.
+        way: "session" for layers of a planned step, "unary" for calls of their own.
+    """
+    from attnd.client import Client, keep_freed_memory  # noqa: PLC0415 - the naive peers must not meet what it sets up
+
+    keep_freed_memory()
+    with Client(address, timeout_s=300) as client:
+
+        def prepare(size: int) -> Callable[[], object]:
             rows, heads, head_dim = Q_SHAPES[size]
             cache = client.create_cache(
-                f"rpc-{size}",
+                f"rpc-{way}-{size}",
                 num_layers=1,
                 num_pages=rows,
                 page_size=16,
-                num_kv_heads=max(1, heads // 4),
+                num_kv_heads=1,
                 head_dim=head_dim,
                 dtype="float32",
                 pages_by="client",
             )
-            plan = cache.plan(np.ones(rows, int), np.arange(rows)[:, np.newaxis], np.arange(rows + 1), rows)
+            metadata = (np.ones(rows, np.int32), np.arange(rows)[:, np.newaxis], np.arange(rows + 1), rows)
             q = np.ones((rows, heads, head_dim), np.float32)
-            kv = np.full((rows, max(1, heads // 4), head_dim), 3, np.float32)
-            if not (plan.attend(0, q, kv, kv) == 3).all():
-                raise AssertionError("one token a row must give its value back")
+            plan = cache.plan(*metadata)
+            calls: dict[str, Callable[[], Any]] = {
+                "session": lambda: plan.attend(0, q),
+                "unary": lambda: cache.ragged_paged_attention(0, q, *metadata),
+            }
+            if not np.array_equal(calls[way](), q):
+                raise AssertionError("the answer is not the question")
+            return calls[way]
 
-            def attend() -> int:
-                plan.attend(0, q)
-                timings = records.pop().timings
-                return timings.write_ns + timings.compile_ns + timings.kernel_ns if timings is not None else 0
+        drive(prepare)
 
-            return attend
 
-        drive(prepare, with_compute=True)
+def step_drive(address: str, way: str) -> None:
+    """Times whole steps of `STEP_LAYERS` layers; the size is that of q."""
+    from attnd.client import Client, keep_freed_memory  # noqa: PLC0415
+
+    keep_freed_memory()
+    with Client(address, timeout_s=300) as client:
+
+        def prepare(size: int) -> Callable[[], object]:
+            rows, pages = STEP_SHAPE
+            q = np.ones((rows, 1, size // 4 // rows), np.float32)
+            cache = client.create_cache(
+                f"step-{way}",
+                num_layers=STEP_LAYERS,
+                num_pages=rows * pages,
+                page_size=1,
+                num_kv_heads=1,
+                head_dim=q.shape[2],
+                dtype="float32",
+                pages_by="client",
+            )
+            tables = np.random.default_rng(0).permutation(rows * pages).reshape(rows, pages).astype(np.int32)
+            lens, bounds = np.full(rows, pages, np.int32), np.arange(rows + 1, dtype=np.int32)
+
+            def planned() -> None:
+                step = cache.plan(lens, tables, bounds, rows)
+                for layer in range(STEP_LAYERS):
+                    step.attend(layer, q)
+
+            def whole() -> None:
+                for layer in range(STEP_LAYERS):
+                    cache.ragged_paged_attention(layer, q, lens, tables, bounds, rows)
+
+            return planned if way == "session" else whole
+
+        drive(prepare)
 
 
 def echo_serve(path: str) -> None:
@@ -125,14 +181,13 @@ def echo_drive(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
 
-        def prepare(size: int) -> Callable[[], int]:
+        def prepare(size: int) -> Callable[[], object]:
             payload = bytes(size)
 
-            def echo() -> int:
+            def echo() -> None:
                 connection.sendall(size.to_bytes(8, "little"))
                 connection.sendall(payload)
                 receive(connection, size)
-                return 0
 
             return echo
 
@@ -151,24 +206,22 @@ def receive(connection: socket.socket, size: int) -> bytearray:
     return buffer
 
 
-def drive(prepare: Callable[[int], Callable[[], int]], *, with_compute: bool = False) -> None:
+def drive(prepare: Callable[[int], Callable[[], object]]) -> None:
     """Answers the lines of stdin.
 
     Args:
-        prepare: Returns the round trip for a size, which returns the nanoseconds of compute in it.
-        with_compute: Whether to print those on a second line.
+        prepare: Returns the round trip for a size.
     """
-    calls: dict[int, Callable[[], int]] = {}
+    calls: dict[int, Callable[[], object]] = {}
     for size, count in requests():
         if size not in calls:
             calls[size] = prepare(size)
-        totals, computes = [], []
+        totals = []
         for _ in range(count):
             start = time.perf_counter_ns()
-            computes.append(calls[size]())
+            calls[size]()
             totals.append(time.perf_counter_ns() - start)
-        for line in (totals, computes) if with_compute else (totals,):
-            print(*line, flush=True)
+        print(*totals, flush=True)
 
 
 def requests() -> Iterator[tuple[int, int]]:
@@ -181,7 +234,9 @@ def requests() -> Iterator[tuple[int, int]]:
 ROLES: Final[dict[str, Callable[..., None]]] = {
     "naive-serve": naive_serve,
     "naive-drive": naive_drive,
+    "attnd-serve": attnd_serve,
     "attnd-drive": attnd_drive,
+    "step-drive": step_drive,
     "echo-serve": echo_serve,
     "echo-drive": echo_drive,
 }

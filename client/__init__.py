@@ -44,6 +44,7 @@ from attnd.client._info import (
     Timings,
 )
 from attnd.client._sync import Cache, Client, Sequence, Step
+from attnd.v1.allocator import keep_freed_memory
 
 __all__ = [
     "AbortedError",
@@ -80,4 +81,5 @@ __all__ = [
     "UnimplementedError",
     "UnknownError",
     "Violation",
+    "keep_freed_memory",
 ]

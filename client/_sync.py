@@ -154,8 +154,8 @@ class Cache(CacheHandle):
 class Client:
     """A connection to an attnd server. Threads may share it; it does not survive a fork.
 
-    Nothing is sent before the first call. Layers of steps travel over one session, which is replaced when it breaks; only
-    they are repeated then, since they write the same to the same place. Nothing else is repeated when a call fails.
+    Nothing is sent before the first call, and only layers of steps are repeated, when their session breaks: they write
+    the same to the same place.
 
     Args:
         address: `HOST:PORT`, or a gRPC target such as `unix:/run/attnd.sock`.

@@ -26,6 +26,7 @@ from attnd.service.rpc import generic_handlers
 from attnd.service.server_service import ServerHandlers
 from attnd.service.world import World
 from attnd.v1 import attention_pb2, cache_pb2, limits, server_pb2
+from attnd.v1.allocator import keep_freed_memory
 
 _OPTIONS: Final = [
     # Two servers on one port would each get some of the connections, and each know some of the caches.
@@ -104,6 +105,7 @@ async def serve(config: ServerConfig) -> None:
     Raises:
         ConfigError: As `running`.
     """
+    keep_freed_memory()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
