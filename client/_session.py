@@ -46,13 +46,13 @@ class Heard(NamedTuple):
     Attributes:
         header: The message without what was answered.
         field: The field of the answer; empty if the call was refused.
-        value: Its bytes.
+        value: What was answered.
         size_bytes: Bytes of the message.
     """
 
     header: attention_pb2.SessionResponse
     field: str
-    value: memoryview
+    value: envelope.Inner
     size_bytes: int
 
 

@@ -65,7 +65,7 @@ class _Call:
     Attributes:
         header: The request without what is asked.
         name: What is asked: the field that is set.
-        value: Its bytes.
+        value: The message there.
         caller: Who asks, and until when.
         size_bytes: What it may hold of memory.
         before: Set when the call before it has been answered.
@@ -76,7 +76,7 @@ class _Call:
 
     header: pb.SessionRequest
     name: str
-    value: memoryview
+    value: envelope.Inner
     caller: Caller
     size_bytes: int
     before: asyncio.Event | None
@@ -142,7 +142,7 @@ class Session:
         received_at_ns = time.monotonic_ns()
         header, name, value = envelope.unpack_outer(received.message, pb.SessionRequest)
         if name == "cancel":
-            self._cancel(pb.CancelRequest.FromString(bytes(value)).id)
+            self._cancel(envelope.unpack(value, pb.CancelRequest)[0].id)
             return
         # The answer to an attention call is no larger than its question.
         size_bytes = 2 * (len(received.message) + sum(array.nbytes for array in received.arrays.values()))
@@ -247,6 +247,6 @@ class Session:
         return pb.PlanResponse(plan_id=request.plan_id)
 
 
-def _unpack(value: memoryview, kind: type[Message], caller: Caller) -> tuple[Any, Caller]:
+def _unpack(value: envelope.Inner, kind: type[Message], caller: Caller) -> tuple[Any, Caller]:
     request, arrays = envelope.unpack(value, kind)
     return request, replace(caller, arrays={**caller.arrays, **arrays} if caller.arrays else arrays)

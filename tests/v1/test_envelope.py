@@ -58,7 +58,7 @@ def test_reads_what_protobuf_writes(name):
         np.testing.assert_array_equal(got[field].astype(np.float64), array.astype(np.float64))
 
 
-def test_arrays_read_are_views_of_the_message():
+def test_large_arrays_read_are_views_of_the_message():
     message = envelope.pack(*MESSAGES["large"])
     _, arrays = envelope.unpack(message, attention_pb2.AttendResponse)
     assert np.shares_memory(arrays["out"], np.frombuffer(message, np.uint8))
@@ -86,10 +86,85 @@ def test_damaged_messages_are_read_as_protobuf_reads_them_or_refused(name):
         assert got_header == wanted
 
 
-def test_refuses_an_array_given_twice():
-    twice = envelope.pack(*MESSAGES["answer"]) + envelope.pack(attention_pb2.AttendResponse(), {"out": Q})
-    with pytest.raises(DecodeError, match="out is given twice"):
+@pytest.mark.parametrize("name", ["answer", "large"])
+def test_refuses_an_array_given_twice(name):
+    header, arrays = MESSAGES[name]
+    twice = envelope.pack(header, arrays) + envelope.pack(attention_pb2.AttendResponse(), {"out": arrays["out"]})
+    with pytest.raises((DecodeError, tensors.TensorError), match=r"out is given twice|out.shape"):
         envelope.unpack(twice, attention_pb2.AttendResponse)
+
+
+NESTED = {
+    "layer": [(attention_pb2.SessionRequest(id=300, timeout_s=1.5), "planned")],
+    "plan": [
+        (attention_pb2.SessionRequest(id=300), "plan"),
+        (attention_pb2.PlanRequest(plan_id=7), "ragged_paged_attention"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("num_tokens", [0, 3, 300])  # beside protobuf or through it, by size
+def test_messages_in_messages_are_those_of_protobuf(name, num_tokens):
+    outers, array = NESTED[name], RNG.standard_normal((num_tokens, 4, 16)).astype(np.float32)
+    inner = (
+        attention_pb2.PlannedAttendRequest(plan_id=9, layer=2)
+        if name == "layer"
+        else attention_pb2.RaggedPagedAttentionRequest(cache_id="x" * 200)
+    )
+    written = envelope.pack_within(outers, inner, {"q": array, "k": array})
+    wanted = by_protobuf(inner, {"q": array, "k": array})
+    for outer, field in reversed(outers):
+        whole = type(outer)()
+        whole.CopyFrom(outer)
+        getattr(whole, field).CopyFrom(wanted)
+        wanted = whole
+    assert written == wanted.SerializeToString()
+    value = written
+    for outer, field in outers:
+        header, found, value = envelope.unpack_outer(value, type(outer))
+        assert found == field
+        header.ClearField(found)
+        assert header == outer
+    header, arrays = envelope.unpack(value, type(inner))
+    assert header == inner
+    for name in ("q", "k"):
+        np.testing.assert_array_equal(arrays[name], array)
+
+
+def test_a_message_with_nothing_inside_has_no_field():
+    message = attention_pb2.SessionRequest(id=3).SerializeToString()
+    header, field, _ = envelope.unpack_outer(message, attention_pb2.SessionRequest)
+    assert (header.id, field) == (3, "")
+
+
+def test_a_message_with_damage_inside_is_still_found_in_the_outer_one():
+    outer = attention_pb2.SessionRequest(id=3).SerializeToString() + bytes([8 << 3 | 2, 2, 0xFF, 0xFF])
+    header, field, value = envelope.unpack_outer(outer, attention_pb2.SessionRequest)
+    assert (header.id, field) == (3, "attend")
+    with pytest.raises(DecodeError):
+        envelope.unpack(value, attention_pb2.AttendRequest)
+
+
+def test_refuses_two_messages_inside_a_large_one():
+    calls = [envelope.pack_within(NESTED["layer"], attention_pb2.PlannedAttendRequest(), {"q": np.zeros(1 << 14)})]
+    calls.append(attention_pb2.SessionRequest(cancel=attention_pb2.CancelRequest(id=1)).SerializeToString())
+    with pytest.raises(DecodeError, match="planned and cancel are given at once"):
+        envelope.unpack_outer(b"".join(calls), attention_pb2.SessionRequest)
+
+
+def test_descriptions_that_are_not_short_are_not_kept():
+    padding = bytes([15 << 3 | 2, 0xE8, 0x07]) + bytes(1000)  # a field that no Tensor has
+    tensor = tensor_pb2.Tensor(dtype="float64", shape=[1 << 13], data=bytes(1 << 16)).SerializeToString() + padding
+    message = attention_pb2.AttendResponse().SerializeToString() + bytes([3 << 3 | 2])
+    size = len(tensor)
+    while size > 0x7F:
+        message += bytes([size & 0x7F | 0x80])
+        size >>= 7
+    message += bytes([size]) + tensor
+    kept = envelope._described.cache_info().currsize
+    assert envelope.unpack(message, attention_pb2.AttendResponse)[1]["out"].shape == (1 << 13,)
+    assert envelope._described.cache_info().currsize == kept
 
 
 def test_refuses_shapes_that_the_bytes_do_not_fill():

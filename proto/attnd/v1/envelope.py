@@ -6,6 +6,7 @@ protobuf itself would write.
 """
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
@@ -16,12 +17,18 @@ from google.protobuf.message import DecodeError, Message
 from attnd.v1 import tensor_pb2, tensors
 
 MessageT = TypeVar("MessageT", bound=Message)
+Inner = memoryview | Message
+"""A message inside another: its bytes, or itself if the outer one was small enough to be read at once."""
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_SIZES: Final = {_FIXED64: 8, _FIXED32: 4}
 _VARINT_BYTES_MAX: Final = 10
 # A call names at most 65,536 sequences; a message of a billion two-byte fields would keep Python busy for minutes.
 _FIELDS_MAX: Final = 1 << 17
+SMALL_BYTES_MAX: Final = 1 << 15
+"""Messages up to this size are read by protobuf: it copies them sooner than Python looks at their fields."""
+
+_DESCRIBED_BYTES_MAX: Final = 256
 _SMALL: Final = [bytes([number]) for number in range(0x80)]
 _DTYPE_NUMBER: Final = tensor_pb2.Tensor.DTYPE_FIELD_NUMBER
 _SHAPE_NUMBER: Final = tensor_pb2.Tensor.SHAPE_FIELD_NUMBER
@@ -63,48 +70,81 @@ def pack_within(outers: Sequence[tuple[Message, str]], header: Message, arrays: 
     return b"".join(parts)
 
 
-def unpack(message: bytes | memoryview, kind: type[MessageT]) -> tuple[MessageT, dict[str, np.ndarray]]:
+def unpack(message: bytes | Inner, kind: type[MessageT]) -> tuple[MessageT, dict[str, np.ndarray]]:
     """Returns a message without its arrays, and the arrays by field, read-only views of the message's bytes.
 
+    Args:
+        message: Its bytes, or what `unpack_outer` gave for a message inside another.
+        kind: Its type.
+
     Raises:
-        DecodeError: The bytes are not a message of the type, or have an array twice.
-        TensorError: An array's dtype, shape and bytes do not agree.
+        DecodeError: The bytes are not a message of the type.
+        TensorError: An array's dtype, shape and bytes do not agree, or it is given twice.
     """
-    header, values = _split(memoryview(message), _array_fields(kind.DESCRIPTOR))
-    arrays = {
+    names = _array_fields(kind.DESCRIPTOR)
+    if isinstance(message, Message) or len(message) <= SMALL_BYTES_MAX:
+        small = _small(message, kind)
+        arrays = {
+            name: tensors.from_tensor(getattr(small, name), name) for name in names.values() if small.HasField(name)
+        }
+        for name in arrays:
+            small.ClearField(name)
+        return small, arrays
+    header, values = _split(memoryview(message), names)
+    return kind.FromString(header), {
         name: tensors.from_tensor(cast("tensor_pb2.Tensor", _parts(value)), name) for name, value in values.items()
     }
-    return kind.FromString(header), arrays
 
 
-def unpack_outer(message: bytes | memoryview, kind: type[MessageT]) -> tuple[MessageT, str, memoryview]:
-    """Returns a message without the one message inside it, that one's field, and its bytes.
+def unpack_outer(message: bytes | Inner, kind: type[MessageT]) -> tuple[MessageT, str, Inner]:
+    """Returns a message, the field that holds another one, and that one, to be given to `unpack`.
 
-    The field is empty if there is none.
+    The field is empty if there is none. The message itself may still have the one inside: it is for its other fields.
+
+    Args:
+        message: Its bytes, or what an earlier call gave for a message inside another.
+        kind: Its type, all of whose fields that hold messages are in one `oneof`.
 
     Raises:
         DecodeError: The bytes are not a message of the type, or it has several inside.
     """
+    oneof, names = _message_fields(kind.DESCRIPTOR)
+    if isinstance(message, Message) or len(message) <= SMALL_BYTES_MAX:
+        try:
+            small = _small(message, kind)
+        except DecodeError:
+            pass  # perhaps only the one inside is at fault, which is for `unpack` to say
+        else:
+            field = small.WhichOneof(oneof)
+            return small, field or "", small if field is None else getattr(small, field)
+    assert not isinstance(message, Message)
     view = memoryview(message)
-    header, values = _split(view, _message_fields(kind.DESCRIPTOR))
+    header, values = _split(view, names)
     if len(values) > 1:
         raise DecodeError(f"{' and '.join(values)} are given at once.")
-    field, value = next(iter(values.items()), ("", view[:0]))
-    return kind.FromString(header), field, value
+    name, value = next(iter(values.items()), ("", view[:0]))
+    return kind.FromString(header), name, value
+
+
+def _small(message: bytes | Inner, kind: type[MessageT]) -> MessageT:
+    if isinstance(message, Message):
+        assert isinstance(message, kind)
+        return message
+    return kind.FromString(bytes(message))
 
 
 def _split(view: memoryview, names: Mapping[int, str]) -> tuple[bytes, dict[str, memoryview]]:
     """Returns the bytes of a message without the fields of these numbers, and the values of those by name."""
     header: list[memoryview] = []
     values: dict[str, memoryview] = {}
-    for field in _fields(view):
-        name = names.get(field.number) if field.wire_type == _LENGTH_DELIMITED else None
+    for number, wire_type, start, value, end in _fields(view):
+        name = names.get(number) if wire_type == _LENGTH_DELIMITED else None
         if name is None:
-            header.append(view[field.start : field.end])
+            header.append(view[start:end])
         elif name in values:
             raise DecodeError(f"{name} is given twice.")
         else:
-            values[name] = view[field.value : field.end]
+            values[name] = view[value:end]
     return b"".join(header), values
 
 
@@ -112,8 +152,11 @@ def _message(header: Message, arrays: Mapping[str, np.ndarray]) -> list[bytes | 
     fields = header.DESCRIPTOR.fields_by_name
     parts: list[bytes | memoryview] = [header.SerializeToString()]
     for number, name in sorted([(fields[name].number, name) for name in arrays]):
-        begin, elements = _written(arrays[name], name)
-        parts += [_tag(number), _varint(len(begin) + len(elements)), begin, elements]
+        array = arrays[name]
+        begin, dtype = _begin(number, array.dtype, array.shape, name)
+        parts.append(begin)
+        if array.size:
+            parts.append(np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data)
     return parts
 
 
@@ -129,16 +172,20 @@ def describe(dtype: np.dtype, field: str) -> tuple[bytes, np.dtype]:
     return _tag(_DTYPE_NUMBER) + _varint(len(name)) + name.encode(), little_endian
 
 
-def _written(array: np.ndarray, field: str) -> tuple[bytes, bytes | memoryview]:
-    """Returns a `Tensor` in two parts, the second its elements. protobuf leaves empty fields out."""
-    begin, dtype = describe(array.dtype, field)
-    if array.shape:
-        shape = b"".join([_varint(size) for size in array.shape])
-        begin += _tag(_SHAPE_NUMBER) + _varint(len(shape)) + shape
-    if array.size == 0:
-        return begin, b""
-    elements = np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
-    return begin + _tag(_DATA_NUMBER) + _varint(len(elements)), elements
+@functools.lru_cache(maxsize=1024)
+def _begin(number: int, dtype: np.dtype, shape: tuple[int, ...], field: str) -> tuple[bytes, np.dtype]:
+    """Returns all of a field that holds a `Tensor` but its elements, and their dtype. Layers differ in elements only.
+
+    protobuf leaves empty fields out.
+    """
+    begin, little_endian = describe(dtype, field)
+    if shape:
+        packed = b"".join([_varint(size) for size in shape])
+        begin += _tag(_SHAPE_NUMBER) + _varint(len(packed)) + packed
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes:
+        begin += _tag(_DATA_NUMBER) + _varint(size_bytes)
+    return _tag(number) + _varint(len(begin) + size_bytes) + begin, little_endian
 
 
 @functools.lru_cache(maxsize=64)
@@ -147,26 +194,9 @@ def _array_fields(kind: Descriptor) -> dict[int, str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _message_fields(kind: Descriptor) -> dict[int, str]:
-    return {each.number: each.name for each in kind.fields if each.message_type is not None}
-
-
-class _Field(NamedTuple):
-    """Where a field lies in its message.
-
-    Attributes:
-        number: Its number.
-        wire_type: How its value is written.
-        start: Where its tag begins.
-        value: Where its value begins, past the length if it has one.
-        end: Where its value ends.
-    """
-
-    number: int
-    wire_type: int
-    start: int
-    value: int
-    end: int
+def _message_fields(kind: Descriptor) -> tuple[str, dict[int, str]]:
+    (oneof,) = (each for each in kind.oneofs if each.fields[0].message_type is not None)
+    return oneof.name, {each.number: each.name for each in oneof.fields}
 
 
 class _Tensor(NamedTuple):
@@ -180,32 +210,43 @@ class _Tensor(NamedTuple):
 def _parts(view: memoryview) -> _Tensor:
     rest: list[memoryview] = []
     data = view[:0]
-    for field in _fields(view):
-        if field.number == _DATA_NUMBER and field.wire_type == _LENGTH_DELIMITED:
-            data = view[field.value : field.end]
+    for number, wire_type, start, value, end in _fields(view):
+        if number == _DATA_NUMBER and wire_type == _LENGTH_DELIMITED:
+            data = view[value:end]
         else:
-            rest.append(view[field.start : field.end])
-    described = tensor_pb2.Tensor.FromString(b"".join(rest))
-    return _Tensor(described.dtype, tuple(described.shape), data)
+            rest.append(view[start:end])
+    described = b"".join(rest)
+    # Whoever sends fields that no Tensor has shall not fill the cache with them.
+    read = _described if len(described) <= _DESCRIBED_BYTES_MAX else _described.__wrapped__
+    return _Tensor(*read(described), data)
 
 
-def _fields(view: memoryview) -> Iterator[_Field]:
+@functools.lru_cache(maxsize=1024)
+def _described(rest: bytes) -> tuple[str, tuple[int, ...]]:
+    """Returns dtype and shape."""
+    tensor = tensor_pb2.Tensor.FromString(rest)
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _fields(view: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yields the fields of a message: number, wire type, and where tag and value begin and the value ends."""
     start = num_fields = 0
-    while start < len(view):
+    size = len(view)
+    while start < size:
         tag, value = _read_varint(view, start)
-        number, wire_type = tag >> 3, tag & 7
-        if wire_type == _VARINT:
+        wire_type = tag & 7
+        if wire_type == _LENGTH_DELIMITED:
+            length, value = _read_varint(view, value)
+            end = value + length
+        elif wire_type == _VARINT:
             _, end = _read_varint(view, value)
-        elif wire_type == _LENGTH_DELIMITED:
-            size, value = _read_varint(view, value)
-            end = value + size
         elif wire_type in _FIXED_SIZES:
             end = value + _FIXED_SIZES[wire_type]
         else:
             raise DecodeError(f"Wire type {wire_type} is not used by attnd.")
-        if end > len(view):
+        if end > size:
             raise DecodeError("The message is cut off.")
-        yield _Field(number, wire_type, start, value, end)
+        yield tag >> 3, wire_type, start, value, end
         start = end
         num_fields += 1
         if num_fields > _FIELDS_MAX:
@@ -214,8 +255,12 @@ def _fields(view: memoryview) -> Iterator[_Field]:
 
 def _read_varint(view: memoryview, start: int) -> tuple[int, int]:
     """Returns a number and the place behind it."""
-    if start < len(view) and view[start] < 0x80:
-        return view[start], start + 1
+    try:
+        byte = view[start]
+        if byte < 0x80:
+            return byte, start + 1
+    except IndexError:
+        raise DecodeError("The message is cut off.") from None
     number = 0
     for i, byte in enumerate(view[start : start + _VARINT_BYTES_MAX]):
         number |= (byte & 0x7F) << (7 * i)
