@@ -1,7 +1,7 @@
 """Rules of `ragged_paged_attention`: JAX's, in JAX's order and words, then ours."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -15,6 +15,7 @@ from attnd.kernels.validation_values import (
     SOFT_CAP_IS_NOT_ZERO,
     SOFT_CAP_IS_POSITIVE,
     TOKEN_RULES,
+    GoodLayers,
     cache_facts,
     judge_pages,
     judge_tokens,
@@ -132,12 +133,14 @@ class RaggedPlan:
         batch: The batch of each layer.
         facts: What the rules know of it.
         written: Whether no slot of a page takes two of the step's tokens; matters to layers that bring k and v.
+        good: Layers that were found good, so that those like them need not be judged again.
     """
 
     spec: CacheSpec
     batch: RaggedBatch
     facts: Facts
     written: Violations
+    good: GoodLayers = field(default_factory=GoodLayers)
 
 
 def plan_ragged(
@@ -166,13 +169,17 @@ def judge_layer(
     plan: RaggedPlan, q: ArrayLike, *, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions
 ) -> Violations:
     """Returns every violation of one layer of a planned step: those that a whole call would have."""
-    facts = plan.facts | layer_facts(plan.spec, q, k, v, options)
     found = Violations()
+    if plan.good.has(plan.spec, q, k, v, options):
+        return found
+    facts = plan.facts | layer_facts(plan.spec, q, k, v, options)
     judge(_LAYER_RULES, facts, found)
     judge_types(facts, found)
     if "k" in facts and not found:
         judge_tokens(plan.spec, [(name, facts[name]) for name in ("k", "v")], slice(plan.batch.num_tokens), found)
         found.extend(plan.written)
+    if not found:
+        plan.good.add(q, k, v, options)
     return found
 
 

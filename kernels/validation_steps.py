@@ -1,6 +1,6 @@
 """Rules of a step over sequences whose pages the server manages: all ours, in the words of JAX's where they fit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -15,6 +15,7 @@ from attnd.kernels.validation_values import (
     SOFT_CAP_IS_NOT_ZERO,
     SOFT_CAP_IS_POSITIVE,
     TOKEN_RULES,
+    GoodLayers,
     cache_facts,
     judge_tokens,
     judge_types,
@@ -82,11 +83,13 @@ class StepPlan:
         spec: The cache.
         lens: The lengths.
         facts: What the rules know of them.
+        good: Layers that were found good, so that those like them need not be judged again.
     """
 
     spec: CacheSpec
     lens: StepLens
     facts: Facts
+    good: GoodLayers = field(default_factory=GoodLayers)
 
 
 def plan_step(
@@ -101,12 +104,16 @@ def judge_layer(
     plan: StepPlan, q: ArrayLike, *, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions
 ) -> Violations:
     """Returns every violation of one layer of a planned step: those that a whole call would have."""
-    facts = plan.facts | layer_facts(plan.spec, q, k, v, options)
     found = Violations()
+    if plan.good.has(plan.spec, q, k, v, options):
+        return found
+    facts = plan.facts | layer_facts(plan.spec, q, k, v, options)
     judge(_LAYER_RULES, facts, found)
     judge_types(facts, found)
     if not found and k is not None and v is not None:
         judge_tokens(plan.spec, [("k", k), ("v", v)], slice(None), found)
+    if not found:
+        plan.good.add(q, k, v, options)
     return found
 
 

@@ -18,6 +18,7 @@ _INT_BITS_MAX: Final = 63
 _OPTION_TYPES: Final = {"sm_scale": float, "sliding_window": int, "soft_cap": float, "k_scale": float, "v_scale": float}
 _TYPE_NAMES: Final = {int: "an integer of 64 bits", float: "a number"}
 
+_KINDS_MAX: Final = 16
 _LAYER_FACTS: Final = frozenset(
     ("q", "max_num_batched_tokens", "num_q_heads", "head_dim", "k", "v", "missing", "token_shape", "token_dtypes",
      *_OPTION_TYPES)
@@ -133,6 +134,30 @@ def layer_facts(
 def layer_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Returns those of a call's rules that look at something which each layer brings anew."""
     return tuple(rule for rule in rules if not _LAYER_FACTS.isdisjoint(rule.needs))
+
+
+class GoodLayers:
+    """The kinds of layers of a step that have been judged: layers mostly differ in values that no rule looks at."""
+
+    def __init__(self) -> None:
+        self._kinds: set[tuple[object, ...]] = set()
+
+    def has(
+        self, spec: CacheSpec, q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions
+    ) -> bool:
+        """Returns whether nothing can be wrong with a layer."""
+        # There, the values of k and v are looked at too.
+        return not spec.quantized_per_token and self._kind(q, k, v, options) in self._kinds
+
+    def add(self, q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions) -> None:
+        """Remembers that nothing was wrong with a layer."""
+        if len(self._kinds) < _KINDS_MAX:
+            self._kinds.add(self._kind(q, k, v, options))
+
+    @staticmethod
+    def _kind(q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions) -> tuple[object, ...]:
+        arrays = (q, k, v)
+        return (options, *((None if array is None else (array.shape, array.dtype)) for array in arrays))
 
 
 def without_arrays(facts: Facts) -> Facts:

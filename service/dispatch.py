@@ -6,7 +6,7 @@ exception has become a `google.rpc.Status` by then.
 
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -40,6 +40,17 @@ class Caller:
     expires_at: float
     received_at_ns: int
     tenant: str
+
+    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Caller":
+        """Returns the same with these arrays besides those that it has."""
+        if not arrays:
+            return self
+        return Caller(
+            arrays={**self.arrays, **arrays} if self.arrays else arrays,
+            expires_at=self.expires_at,
+            received_at_ns=self.received_at_ns,
+            tenant=self.tenant,
+        )
 
 
 def named_tenant(name: object) -> str:
@@ -174,9 +185,7 @@ class Dispatcher:
 
 def _read(message: bytes, kind: type[Message], caller: Caller) -> tuple[Message, Caller]:
     request, arrays = envelope.unpack(message, kind)
-    if not arrays:
-        return request, caller
-    return request, replace(caller, arrays={**caller.arrays, **arrays} if caller.arrays else arrays)
+    return request, caller.with_arrays(arrays)
 
 
 def _snake_case(name: str) -> str:

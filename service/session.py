@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message
@@ -155,7 +155,12 @@ class Session:
             header=header,
             name=name,
             value=value,
-            caller=replace(self._caller, arrays=received.arrays, expires_at=expires_at, received_at_ns=received_at_ns),
+            caller=Caller(
+                arrays=received.arrays,
+                expires_at=expires_at,
+                received_at_ns=received_at_ns,
+                tenant=self._caller.tenant,
+            ),
             size_bytes=size_bytes,
             before=None if self._last is None else self._last.answered,
         )
@@ -249,4 +254,4 @@ class Session:
 
 def _unpack(value: envelope.Inner, kind: type[Message], caller: Caller) -> tuple[Any, Caller]:
     request, arrays = envelope.unpack(value, kind)
-    return request, replace(caller, arrays={**caller.arrays, **arrays} if caller.arrays else arrays)
+    return request, caller.with_arrays(arrays)
