@@ -101,7 +101,15 @@ Receive = Callable[[], Awaitable[Received | None]]
 """Returns the next message of a stream; None at its end."""
 
 Send = Callable[[Reply], Awaitable[None]]
-"""Sends one answer of a stream, and returns when the connection can take the next."""
+"""Sends one answer of a stream, and returns when the connection can take the next.
+
+Raises:
+    DisconnectedError: The caller is gone.
+"""
+
+
+class DisconnectedError(Exception):
+    """Nobody is there to be answered."""
 
 
 async def unimplemented(_request: Message, _caller: Caller) -> Message:
@@ -167,6 +175,8 @@ class Dispatcher:
             )
             async for response in responses:
                 await send(response if isinstance(response, Reply) else Reply(response))
+        except DisconnectedError:
+            return None
         except Exception as error:
             return status_of(error)
         return None
@@ -178,6 +188,8 @@ class Dispatcher:
             if endpoint.handler is unimplemented:
                 await unimplemented(endpoint.request_class(), caller)
             await endpoint.handler(receive, send, caller)
+        except DisconnectedError:
+            return None
         except Exception as error:
             return status_of(error)
         return None

@@ -13,7 +13,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from attnd.kernels.errors import InvalidArgumentError
-from attnd.service.dispatch import Caller, Dispatcher, Received, Reply, named_tenant
+from attnd.service.dispatch import Caller, DisconnectedError, Dispatcher, Received, Reply, Send, named_tenant
 from attnd.service.status import status_of
 from attnd.v1.limits import TENANT_KEY
 
@@ -42,10 +42,7 @@ def _method(dispatcher: Dispatcher, path: str) -> "grpc.RpcMethodHandler[bytes, 
         return answer.pack()
 
     async def server_stream(message: bytes, context: Context) -> None:
-        async def send(reply: Reply) -> None:
-            await context.write(reply.pack())
-
-        failed = await dispatcher.answer_many(path, message, send, await _caller(context))
+        failed = await dispatcher.answer_many(path, message, _sender(context), await _caller(context))
         if failed is not None:
             await _abort(context, failed)
 
@@ -54,10 +51,7 @@ def _method(dispatcher: Dispatcher, path: str) -> "grpc.RpcMethodHandler[bytes, 
             message = await context.read()
             return Received(message) if isinstance(message, bytes) else None
 
-        async def send(reply: Reply) -> None:
-            await context.write(reply.pack())
-
-        failed = await dispatcher.converse(path, receive, send, await _caller(context))
+        failed = await dispatcher.converse(path, receive, _sender(context), await _caller(context))
         if failed is not None:
             await _abort(context, failed)
 
@@ -68,6 +62,16 @@ def _method(dispatcher: Dispatcher, path: str) -> "grpc.RpcMethodHandler[bytes, 
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(streaming)
     return grpc.unary_unary_rpc_method_handler(unary)
+
+
+def _sender(context: Context) -> Send:
+    async def send(reply: Reply) -> None:
+        try:
+            await context.write(reply.pack())
+        except grpc.aio.InternalError as error:  # what writing to a stream that has ended gives
+            raise DisconnectedError from error
+
+    return send
 
 
 async def _caller(context: Context) -> Caller:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message
@@ -68,10 +68,12 @@ class _Call:
         value: The message there.
         caller: Who asks, and until when.
         size_bytes: What it may hold of memory.
-        before: Set when the call before it has been answered.
-        answered: Set when it has been answered.
-        scope: Ends the work on it, once it has begun.
-        cancelled: Whether the caller gave it up.
+        before: The call before it, as long as that has not been answered.
+        task: What works on it and answers it.
+        working: Whether its answer is being worked on.
+        given_up: Whether nobody waits for its answer: its caller said so, or its time is up.
+        sent: Whether it has been answered.
+        after: Done when it has been answered; None if nobody waits for that.
     """
 
     header: pb.SessionRequest
@@ -79,10 +81,23 @@ class _Call:
     value: envelope.Inner
     caller: Caller
     size_bytes: int
-    before: asyncio.Event | None
-    answered: asyncio.Event = field(default_factory=asyncio.Event)
-    scope: asyncio.Timeout | None = None
-    cancelled: bool = False
+    before: "_Call | None"
+    task: "asyncio.Task[None] | None" = None
+    working: bool = False
+    given_up: bool = False
+    sent: bool = False
+    after: "asyncio.Future[None] | None" = None
+
+    def give_up(self) -> None:
+        """Ends the work on it, if its answer is not known yet."""
+        # Once only: a task cancelled twice is one whose stream has ended.
+        if not self.given_up and self.task is not None and self.working:
+            self.task.cancel()
+        self.given_up = True
+
+    def only_given_up(self) -> bool:
+        """Returns whether its task was cancelled for that alone, and not with the whole stream."""
+        return self.given_up and self.task is not None and not self.task.uncancel()
 
 
 class Session:
@@ -104,6 +119,7 @@ class Session:
         self._size_bytes = 0
         self._last: _Call | None = None
         self._room = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None
         self._reading = asyncio.timeout(None)
         self._ending = False
 
@@ -127,6 +143,9 @@ class Session:
                     malformed = error
         except BaseExceptionGroup as group:  # the connection is gone: whichever call met it first tells
             raise group.exceptions[0] from None
+        finally:
+            if self._alarm is not None:
+                self._alarm.cancel()
         if malformed is not None:
             raise malformed
         if self._ending:
@@ -162,28 +181,47 @@ class Session:
                 tenant=self._caller.tenant,
             ),
             size_bytes=size_bytes,
-            before=None if self._last is None else self._last.answered,
+            before=self._last,
         )
         self._open[header.id] = self._last = call
         self._num_calls += 1
         self._size_bytes += size_bytes
-        calls.create_task(self._serve(call))
+        call.task = calls.create_task(self._serve(call))
+        if expires_at < math.inf and (self._alarm is None or expires_at < self._alarm.when()):
+            self._wake_at(expires_at)
 
     def _cancel(self, request_id: int) -> None:
         call = self._open.get(request_id)
         if call is not None:
-            call.cancelled = True
-            if call.scope is not None:
-                call.scope.reschedule(asyncio.get_running_loop().time())
+            call.give_up()
+
+    def _wake_at(self, when: float) -> None:
+        # One timer for all: most calls are answered long before their time is up.
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_at(when, self._give_late_ones_up)
+
+    def _give_late_ones_up(self) -> None:
+        self._alarm = None
+        now = time.monotonic()
+        for call in self._open.values():
+            if call.caller.expires_at <= now:
+                call.give_up()
+        left = [call.caller.expires_at for call in self._open.values() if now < call.caller.expires_at < math.inf]
+        if left:
+            self._wake_at(min(left))
 
     async def _serve(self, call: _Call) -> None:
         reply = await self._reply(call)
-        if call.before is not None and not call.before.is_set():
-            await call.before.wait()
-        call.before = None  # or each call would keep all before it
+        before, call.before = call.before, None  # or each call would keep all before it
+        if before is not None and not before.sent:
+            before.after = asyncio.get_running_loop().create_future()
+            await before.after
         await self._send(reply)
         del reply
-        call.answered.set()
+        call.sent = True
+        if call.after is not None and not call.after.done():
+            call.after.set_result(None)
         if self._open.get(call.header.id) is call:
             del self._open[call.header.id]
         if self._last is call:
@@ -195,24 +233,25 @@ class Session:
     async def _reply(self, call: _Call) -> Reply:
         outer = pb.SessionResponse(id=call.header.id)
         try:
-            name, answer = await self._answer_in_time(call)
+            name, answer = await self._answer_if_wanted(call)
         except Exception as error:  # the table has a status for each
             outer.status = status_of(error).SerializeToString()
             return Reply(outer)
         return Reply(answer.message, answer.arrays, ((outer, name),))
 
-    async def _answer_in_time(self, call: _Call) -> tuple[str, Reply]:
-        expires_at = call.caller.expires_at
-        try:
-            async with asyncio.timeout_at(None if expires_at == math.inf else expires_at) as call.scope:
-                if not call.cancelled:
-                    return await self._answer(call)
-        except TimeoutError:
-            if not call.cancelled:
-                message = f"The call was not answered within {call.header.timeout_s} s."
-                raise DeadlineExceededError("DEADLINE_PASSED", message) from None
-        finally:
-            call.scope = None
+    async def _answer_if_wanted(self, call: _Call) -> tuple[str, Reply]:
+        if not call.given_up:
+            call.working = True
+            try:
+                return await self._answer(call)
+            except asyncio.CancelledError:
+                if not call.only_given_up():
+                    raise
+            finally:
+                call.working = False
+        if time.monotonic() >= call.caller.expires_at:
+            message = f"The call was not answered within {call.header.timeout_s} s."
+            raise DeadlineExceededError("DEADLINE_PASSED", message)
         raise CallCancelledError("CALLER_CANCELLED", "The caller gave the call up.")
 
     async def _answer(self, call: _Call) -> tuple[str, Reply]:
