@@ -20,6 +20,7 @@ from attnd.client._info import CallRecord, ServerInfo
 from attnd.client._load import Kind, Load, Measured, measure
 from attnd.client._roofline import Roofline
 from attnd.client._sync import Client
+from attnd.v1.allocator import keep_freed_memory
 
 _DEFAULTS = Load()
 
@@ -58,6 +59,7 @@ def bench(
         num_clients=clients,
         duration_s=duration_s,
     )
+    keep_freed_memory()
     console = Console()
     try:
         with _server(address) as running:

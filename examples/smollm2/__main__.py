@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from attnd.client import AttndError, Client
+from attnd.client import AttndError, Client, keep_freed_memory
 
 from .attention import ServedAttention, num_pages_needed
 from .chat import ChatTokenizer
@@ -24,6 +24,7 @@ TIMEOUT_S = 60.0  # of one call
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answers the questions of the command line. Returns the exit status."""
+    keep_freed_memory()
     options = _parser().parse_args(arguments)
     questions = ([options.prompt] if options.prompt is not None else []) + options.chat or [DEFAULT_PROMPT]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that our own server is stopped, too
