@@ -65,8 +65,8 @@ def pack_within(outers: Sequence[tuple[Message, str]], header: Message, arrays: 
     """
     parts = _message(header, arrays)
     for outer, field in reversed(outers):
-        tag = _tag(outer.DESCRIPTOR.fields_by_name[field].number)
-        parts = [outer.SerializeToString(), tag, _varint(sum(map(len, parts))), *parts]
+        size = _varint(sum(map(len, parts)))
+        parts = [outer.SerializeToString(), _inner_tag(outer.DESCRIPTOR, field), size, *parts]
     return b"".join(parts)
 
 
@@ -149,15 +149,24 @@ def _split(view: memoryview, names: Mapping[int, str]) -> tuple[bytes, dict[str,
 
 
 def _message(header: Message, arrays: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
-    fields = header.DESCRIPTOR.fields_by_name
     parts: list[bytes | memoryview] = [header.SerializeToString()]
-    for number, name in sorted([(fields[name].number, name) for name in arrays]):
+    for number, name in _in_order(header.DESCRIPTOR, tuple(arrays)):
         array = arrays[name]
         begin, dtype = _begin(number, array.dtype, array.shape, name)
         parts.append(begin)
         if array.size:
             parts.append(np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data)
     return parts
+
+
+@functools.lru_cache(maxsize=256)
+def _in_order(kind: Descriptor, names: tuple[str, ...]) -> list[tuple[int, str]]:
+    return sorted((kind.fields_by_name[name].number, name) for name in names)
+
+
+@functools.lru_cache(maxsize=256)
+def _inner_tag(kind: Descriptor, field: str) -> bytes:
+    return _tag(kind.fields_by_name[field].number)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,5 +1,6 @@
 """Arrays as messages: NumPy arrays to and from `Tensor`."""
 
+import functools
 import math
 from typing import Final
 
@@ -69,19 +70,25 @@ def from_tensor(tensor: tensor_pb2.Tensor, field: str) -> np.ndarray:
     Raises:
         TensorError: The dtype is unknown, an axis is out of range, or the bytes do not fill the shape.
     """
-    dtype = dtype_of_name(tensor.dtype, field)
     shape = tuple(tensor.shape)
-    if len(shape) > AXES_MAX:
-        raise TensorError(f"{field}.shape", f"{field}.shape has {len(shape)} axes, must have at most {AXES_MAX}.")
-    for axis, size in enumerate(shape):
-        if not 0 <= size <= AXIS_SIZE_MAX:
-            raise TensorError(f"{field}.shape[{axis}]", f"{field}.shape[{axis}]={size} must be in [0, 2**31).")
-    # Python integers do not wrap: NumPy's product of [2**31, 2**31, 4] would be 0.
-    size_bytes = math.prod(shape) * dtype.itemsize
+    dtype, size_bytes = _layout(tensor.dtype, shape, field)
     data = tensor.data
     if len(data) != size_bytes:
         raise TensorError(
             f"{field}.data",
             f"len({field}.data)={len(data)} must be {size_bytes} for {field}.shape={shape} and dtype {dtype.name}.",
         )
-    return np.frombuffer(data, dtype.newbyteorder("<")).reshape(shape)
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(name: str, shape: tuple[int, ...], field: str) -> tuple[np.dtype, int]:
+    """Returns little-endian dtype and bytes of an array. Only legal ones are kept: the layers of a step are alike."""
+    dtype = dtype_of_name(name, field)
+    if len(shape) > AXES_MAX:
+        raise TensorError(f"{field}.shape", f"{field}.shape has {len(shape)} axes, must have at most {AXES_MAX}.")
+    for axis, size in enumerate(shape):
+        if not 0 <= size <= AXIS_SIZE_MAX:
+            raise TensorError(f"{field}.shape[{axis}]", f"{field}.shape[{axis}]={size} must be in [0, 2**31).")
+    # Python integers do not wrap: NumPy's product of [2**31, 2**31, 4] would be 0.
+    return dtype.newbyteorder("<"), math.prod(shape) * dtype.itemsize
