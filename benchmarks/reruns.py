@@ -1,7 +1,8 @@
 """How often the chunk kernel would run a tile again on a real model's attention: `python -m benchmarks.reruns`.
 
-SmolLM2-135M reads a chat prompt and this repository's README; for every tile of every layer the kernel's own condition
-is worked out in NumPy: do the weights of a column, relative to the anchor that its edge steps leave, sum to too much?
+SmolLM2-135M reads a chat prompt and this repository's licence, a text that does not change. For every tile of every
+layer the kernel's own condition is worked out in NumPy: do the weights of a column, relative to the anchor that its
+edge steps leave, sum to too much?
 """
 
 import argparse
@@ -18,7 +19,7 @@ from examples.smollm2.llama import Llama
 from examples.smollm2.model_file import Floats, ModelFile, installed_model_path
 
 PROMPT: Final = "What is gravity?"
-TEXT: Final = Path(__file__).parents[1] / "README.md"
+TEXT: Final = Path(__file__).parents[1] / "LICENSE"
 QUERY_BLOCK: Final = 128
 BLOCKS: Final = (512, 128)
 SUBLANES: Final = 8
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model, tokenizer = Llama(file), ChatTokenizer(file.vocabulary())
     texts = {
         "prompt": tokenizer.encode_chat([{"role": "user", "content": PROMPT}]),
-        "README": tokenizer.encode(TEXT.read_text())[: chosen.tokens],
+        "licence": tokenizer.encode(TEXT.read_text())[: chosen.tokens],
     }
     for name, token_ids in texts.items():
         step = WatchedStep(model.config.sm_scale)
