@@ -85,7 +85,7 @@ def attnd_serve() -> None:
         return Attended(out=q)
 
     Xla.attend = attend  # type: ignore[method-assign, assignment]
-    asyncio.run(server.serve(ServerConfig(port=0, warm_up=False)))
+    asyncio.run(server.serve(ServerConfig(port=0, warm_up=False, implementation="xla")))
 
 
 def attnd_drive(address: str, way: str) -> None:
