@@ -22,6 +22,7 @@ from attnd.service.attention_service import AttentionHandlers
 from attnd.service.config import ServerConfig
 from attnd.service.dispatch import unimplemented
 from tests.client.batches import CU_Q_LENS, KV_LENS, PAGE_INDICES, ragged
+from tests.service.test_tls import self_signed
 from tests.support.server import attnd_server
 
 LAYERS = 32
@@ -335,6 +336,31 @@ def test_the_public_stream_serves_where_grpc_has_no_other(server, normal, monkey
         step.attend(0, q)
         cache.delete()
     assert len(opened) >= 2
+
+
+def test_sessions_run_over_tls_and_belong_to_the_callers_tenant(run, normal, tmp_path):
+    cert, key = self_signed(tmp_path, "server")
+    with attnd_server("--tls-cert", str(cert), "--tls-key", str(key)) as server:
+        address = server.address.replace("127.0.0.1", "localhost")
+        credentials = grpc.ssl_channel_credentials(cert.read_bytes())
+        records: list[sdk.CallRecord] = []
+        ours, theirs = (
+            run.client(address, credentials=credentials, tenant=name, timeout_s=60.0, on_call=records.append)
+            for name in ("ours", "theirs")
+        )
+        cache = run(ours.create_cache("a", **SIZES, num_layers=2, pages_by="client"))
+        step = run(cache.plan([1], [[3]], [0, 1], 1))
+        q, kv = normal(1, 4, 16), np.full((1, 2, 16), 3, np.float32)
+        for layer in range(2):
+            np.testing.assert_allclose(run(step.attend(layer, q, kv, kv)), 3)
+        assert records[-1].request_bytes < records[-2].request_bytes  # the plan went before
+        stolen = run(theirs.create_cache("a", **SIZES, num_layers=2, pages_by="client"))
+        stolen.info = cache.info
+        step = run(stolen.plan([1], [[3]], [0, 1], 1))
+        with pytest.raises(sdk.NotFoundError):
+            run(step.attend(0, q))
+        run(ours.close())
+        run(theirs.close())
 
 
 def test_sessions_are_given_up_when_streams_do_not_get_through():
