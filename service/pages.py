@@ -30,7 +30,7 @@ class PagePool:
         self._num_free = num_pages
         self._quota = quota
         self._holders = np.zeros(num_pages + 1, np.int32)
-        self._sealed = np.zeros(num_pages + 1, bool)
+        self._sealed_lens = np.zeros(num_pages + 1, np.int32)
 
     @property
     def num_free(self) -> int:
@@ -81,25 +81,25 @@ class PagePool:
         self._num_free = end
         self._quota.give_pages(len(pages))
 
-    def seal(self, pages: Pages) -> None:
-        """Counts a save as one more holder of distinct pages: until `unseal`, what it reads of them does not change."""
+    def seal(self, pages: Pages, lens: Int32[np.ndarray, " num_pages"]) -> None:
+        """Counts a save as a holder of distinct pages; until `unseal`, their first `lens` tokens do not change."""
         self.share(pages)
-        self._sealed[pages] = True
+        self._sealed_lens[pages] = lens
 
     def unseal(self, pages: Pages) -> Pages:
         """Ends the hold of a save; returns the pages that nobody holds any more."""
-        self._sealed[pages] = False
+        self._sealed_lens[pages] = 0
         return self.drop(pages)
 
     def is_shared(self, pages: Pages) -> Bool[np.ndarray, " num_pages"]:
         """Returns which pages more than one sequence holds."""
-        shared: np.ndarray = self._holders[pages] - self._sealed[pages] > 1
+        shared: np.ndarray = self._holders[pages] - (self._sealed_lens[pages] > 0) > 1
         return shared
 
-    def is_sealed(self, pages: Pages) -> Bool[np.ndarray, " num_pages"]:
-        """Returns which pages a save reads."""
-        sealed: np.ndarray = self._sealed[pages]
-        return sealed
+    def sealed_lens(self, pages: Pages) -> Int32[np.ndarray, " num_pages"]:
+        """Returns how many tokens of each page a save reads."""
+        lens: np.ndarray = self._sealed_lens[pages]
+        return lens
 
     def holders(self) -> Int32[np.ndarray, " num_pages+1"]:
         """Returns how many hold each page."""

@@ -24,7 +24,6 @@ class Sequence:
         lease_s: Seconds that it lives without being used.
         expires_at: When it is gone unless it is used before or a call is in flight.
         shares: Whether another sequence, or a save, may hold some of its pages.
-        sealed_lens: int32 [num_layers]. Tokens that a save in progress reads; None if there is none.
         restored_from: The handle that it had before the restart that restored it; empty if there was none.
         damaged: Whether some of its tokens were lost in a save.
         in_flight: Calls that use it now. Its pages are not given back while there are any.
@@ -37,7 +36,6 @@ class Sequence:
     lease_s: float
     expires_at: float
     shares: bool = False
-    sealed_lens: Int32[np.ndarray, " num_layers"] | None = None
     restored_from: bytes = b""
     damaged: bool = False
     in_flight: list["Reservation"] = field(default_factory=list)
@@ -115,7 +113,7 @@ def call_in_the_way(sequences: list[Sequence], layer: int) -> Reservation | None
 
 
 def slots_to_copy(
-    sequences: list[Sequence], held_lens: Lens, kv_lens: Lens, layer: int, pool: PagePool, page_size: int
+    sequences: list[Sequence], held_lens: Lens, kv_lens: Lens, pool: PagePool, page_size: int
 ) -> list[tuple[Sequence, np.ndarray]]:
     """Returns the places, in page tables, of pages that a call writes new tokens to and others read."""
     to_copy = []
@@ -125,8 +123,9 @@ def slots_to_copy(
         first = start // page_size
         pages = sequence.pages[first : -(-end // page_size)]
         read_by_others = pool.is_shared(pages)
-        if sequence.sealed_lens is not None and start < sequence.sealed_lens[layer]:
-            read_by_others |= pool.is_sealed(pages)
+        # The first token of the call in each of them. Whose tokens a save reads there does not matter.
+        starts = np.maximum(start - np.arange(first, first + len(pages)) * page_size, 0)
+        read_by_others |= starts < pool.sealed_lens(pages)
         slots = np.flatnonzero(read_by_others) + first
         if len(slots):
             to_copy.append((sequence, slots))

@@ -114,7 +114,6 @@ class SequenceTable:
         self._admit(1)
         child = self._add(parent.layer_lens.copy(), parent.lease_s)
         child.pages = parent.pages[: self._num_pages(parent.length)].copy()
-        child.sealed_lens = parent.sealed_lens
         self._pool.share(child.pages)
         parent.shares = child.shares = True
         return child.handle
@@ -204,7 +203,7 @@ class SequenceTable:
             if blocker is None:
                 held_lens = np.array([sequence.layer_lens[layer] for sequence in sequences], np.int32)
                 require_held(kv_lens - q_lens if append else kv_lens, held_lens, layer)
-                to_copy = slots_to_copy(sequences, held_lens, kv_lens, layer, self._pool, self._spec.page_size)
+                to_copy = slots_to_copy(sequences, held_lens, kv_lens, self._pool, self._spec.page_size)
                 blocker = next((call for sequence, _ in to_copy for call in sequence.in_flight), None)
             if blocker is None:
                 break
@@ -255,24 +254,22 @@ class SequenceTable:
         """Returns all sequences as they are. Until `unseal`, calls go on and leave what the snapshot reads as it is."""
         states = []
         for sequence in self:
-            sequence.shares, sequence.sealed_lens = True, sequence.layer_lens.copy()
+            sequence.shares = True
             states.append(
                 SequenceState(
                     handle=sequence.handle,
-                    layer_lens=sequence.sealed_lens,
+                    layer_lens=sequence.layer_lens.copy(),
                     pages=sequence.pages[: self._num_pages(sequence.length)].copy(),
                     lease_s=sequence.lease_s,
                     damaged=sequence.damaged,
                 )
             )
         snapshot = Snapshot(tuple(states))
-        self._pool.seal(snapshot.pages)
+        self._pool.seal(snapshot.pages, snapshot.page_lens(self._spec.page_size))
         return snapshot
 
     def unseal(self, snapshot: Snapshot) -> None:
         """Ends a snapshot. There is one at a time."""
-        for sequence in self._sequences.values():
-            sequence.sealed_lens = None
         self._give_back(self._pool.unseal(snapshot.pages))
 
     def adopt(self, snapshot: Snapshot) -> Pages:

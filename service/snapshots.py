@@ -37,3 +37,14 @@ class Snapshot:
         held = [sequence.pages for sequence in self.sequences]
         distinct: np.ndarray = np.unique(np.concatenate([np.empty(0, np.int32), *held]))
         return distinct
+
+    def page_lens(self, page_size: int) -> Int32[np.ndarray, " num_pages"]:
+        """Returns how many tokens of each of `pages` the sequences hold: the longest, where several hold it."""
+        pages = self.pages
+        lens = np.zeros(len(pages), np.int32)
+        for sequence in self.sequences:
+            starts = np.arange(len(sequence.pages), dtype=np.int32) * page_size
+            held = np.minimum(int(sequence.layer_lens.max()) - starts, page_size)
+            places = np.searchsorted(pages, sequence.pages)
+            lens[places] = np.maximum(lens[places], held)
+        return lens

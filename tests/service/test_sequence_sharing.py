@@ -383,6 +383,18 @@ def test_a_fork_of_a_sealed_sequence_respects_the_seal():
     assert reservation.copies[0].sources.tolist() == snapshot.pages.tolist()
 
 
+def test_a_short_fork_does_not_write_over_what_a_save_reads_of_a_longer_one():
+    table, parent, child = forked(10)
+    truncate(table, child, 9)
+    snapshot = table.seal()
+    table.release([parent])
+    # Only the child and the save hold the page now, and the child holds one token less of it.
+    for layer in range(2):
+        reservation = reserve(table, [child], [1], [10], layer)
+        assert [each.sources.tolist() for each in reservation.copies] == ([] if layer else [[snapshot.pages[1]]])
+        table.settle(reservation, commit=True)
+
+
 def test_a_restored_table_has_the_same_tokens_under_new_handles_and_shares_the_same_pages():
     table, parent, child = forked(13)
     extend(table, child, 14, 1)

@@ -155,18 +155,19 @@ class KeptCache:
         """Returns the pages that a call has to take, by the page tables of everybody; it must name live sequences."""
         size, needed = self.spec.page_size, 0
         tables = [kept.real.pages.tolist() for kept in self.by_handle.values() if not kept.gone or kept.in_flight]
-        sealed = set() if self.save is None else set(self.save.snapshot.pages.tolist())
+        snapshot, sealed = self.save and self.save.snapshot, {}
+        if snapshot is not None:
+            sealed = dict(zip(snapshot.pages.tolist(), snapshot.page_lens(size).tolist(), strict=True))
         for handle, kv_len in zip(call.handles, call.kv_lens, strict=True):
             kept = self.live[handle]
             mine, num_held = kept.real.pages.tolist(), len(kept.layers[call.layer])
             needed += max(0, -(-kv_len // size) - len(mine))
             if num_held >= kv_len:
                 continue
-            sealed_lens = kept.real.sealed_lens
-            for page in mine[num_held // size : -(-kv_len // size)]:
+            first = num_held // size
+            for slot, page in enumerate(mine[first : -(-kv_len // size)], first):
                 shared = sum(page in table for table in tables) > 1
-                read = page in sealed and sealed_lens is not None and num_held < sealed_lens[call.layer]
-                needed += shared or read
+                needed += shared or max(num_held - slot * size, 0) < sealed.get(page, 0)
         return needed
 
 

@@ -221,7 +221,7 @@ def _a_fork_shares_tokens_of_calls_in_flight() -> Bug:
 
 
 def _a_seal_is_ignored() -> Bug:
-    return PagePool, "is_sealed", lambda _, pages: np.zeros(len(pages), bool)
+    return PagePool, "sealed_lens", lambda _, pages: np.zeros(len(pages), np.int32)
 
 
 def _a_copying_call_is_not_alone() -> Bug:
