@@ -17,7 +17,7 @@ FROM python:3.13.9-slim-trixie
 ARG VARIANT
 # A fixed id, so that orchestrators can check `runAsNonRoot`.
 RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin attnd \
-  && install --directory --owner=10001 --group=10001 /var/cache/attnd
+  && install --directory --owner=10001 --group=10001 /var/cache/attnd /var/lib/attnd
 COPY --from=build /opt/attnd /opt/attnd
 COPY deploy/healthcheck.py /opt/attnd/healthcheck.py
 # JAX_PLATFORMS: a TPU image on a machine without a TPU must fail, not fall back to the CPU.

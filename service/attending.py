@@ -70,6 +70,7 @@ class AttentionCall(Joinable[Attended]):
 
         Raises:
             FailedPreconditionError: The call brings other tokens than the sequence holds at their positions.
+            DataLossError: The call reads a page of the client's that was lost.
         """
         warm_up_ns = self.prepare()
         attended = self.launch()
@@ -98,7 +99,9 @@ class AttentionCall(Joinable[Attended]):
 
         Raises:
             FailedPreconditionError: As `run`.
+            DataLossError: As `run`.
         """
+        self._mind_client_pages()
         self._require_clean_pages()
         self._copy_shared_pages()
         self._require_same_tokens()
@@ -135,6 +138,19 @@ class AttentionCall(Joinable[Attended]):
         """Ends the hold on the sequences, if there is one. On the event loop's thread, when the work has ended."""
         if self.reservation is not None:
             self.cache.require_sequences().settle(self.reservation, commit=done)
+
+    async def room(self) -> None:
+        """Waits while a save keeps all that it can of what calls overwrite. On the event loop's thread."""
+        if self.cache.client_pages is not None and self.k is not None:
+            await self.cache.client_pages.room()
+
+    def _mind_client_pages(self) -> None:
+        client_pages = self.cache.client_pages
+        if client_pages is None:
+            return
+        client_pages.require_whole_batch(self.layer, self.batch)
+        if self.k is not None:
+            client_pages.before_write(self.layer, self.batch.token_slots(self.cache.spec.page_size)[0])
 
     def _require_clean_pages(self) -> None:
         if not self.cache.debug_checks or self.reservation is None or not len(self.reservation.fresh):

@@ -95,6 +95,7 @@ class AttentionHandlers:
         self, call: AttentionCall, caller: Caller, response_class: type[encode.AttentionResponse]
     ) -> Reply:
         validate_ns = time.monotonic_ns() - caller.received_at_ns
+        await call.room()
         ran = await self._engine.run(call, lane=call.cache.tenant, expires_at=caller.expires_at, settle=call.settle)
         return encode.attended(response_class, ran, call.cache.implementation.name, validate_ns)
 

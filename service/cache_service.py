@@ -1,6 +1,7 @@
 """CacheService: one handler for each RPC; errors meet the table in `status.py`."""
 
 import math
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import numpy as np
@@ -9,9 +10,10 @@ from attnd.kernels import validation
 from attnd.kernels.stored import stored
 from attnd.service import decode, encode
 from attnd.service.caches import CacheRegistry
-from attnd.service.dispatch import Caller, Reply, unimplemented
+from attnd.service.dispatch import Caller, Reply
 from attnd.service.engine import Engine
-from attnd.service.errors import ResourceExhaustedError
+from attnd.service.errors import FailedPreconditionError, ResourceExhaustedError
+from attnd.service.persistence import Persistence
 from attnd.service.sequences import SequenceTable
 from attnd.service.world import World
 from attnd.v1 import cache_pb2 as pb
@@ -26,13 +28,13 @@ class _NamesACache(Protocol):
 class CacheHandlers:
     """Handlers of attnd.v1.CacheService."""
 
-    save_cache = staticmethod(unimplemented)
-    restore_cache = staticmethod(unimplemented)
-
-    def __init__(self, caches: CacheRegistry, engine: Engine, world: World) -> None:
+    def __init__(
+        self, caches: CacheRegistry, engine: Engine, world: World, persistence: Persistence | None = None
+    ) -> None:
         self._caches = caches
         self._engine = engine
         self._world = world
+        self._persistence = persistence
 
     async def create_cache(self, request: pb.CreateCacheRequest, caller: Caller) -> pb.CreateCacheResponse:
         """Creates a cache and compiles its kernels."""
@@ -50,35 +52,43 @@ class CacheHandlers:
         return pb.ListCachesResponse(caches=[encode.cache(cache) for cache in self._caches.of(caller.tenant)])
 
     async def delete_cache(self, request: pb.DeleteCacheRequest, caller: Caller) -> pb.DeleteCacheResponse:
-        """Deletes a cache."""
-        self._caches.delete(request.cache_id, caller.tenant)
+        """Deletes a cache, and its saves unless they are to stay."""
+        cache = self._caches.by_id(request.cache_id, caller.tenant)
+        if self._persistence is None or request.keep_saves:
+            self._caches.delete(cache.cache_id, caller.tenant)
+        else:
+            await self._persistence.delete(cache)
         return pb.DeleteCacheResponse()
 
     async def write_pages(self, request: pb.WritePagesRequest, caller: Caller) -> pb.WritePagesResponse:
         """Writes whole pages of one layer."""
         cache = self._caches.by_id(request.cache_id, caller.tenant)
-        cache.require_pages_by_client()
+        client_pages = cache.require_client_pages()
         layer = validation.layer_index(cache.spec, request.layer)
         pages, scales = decode.array(caller.arrays, "kv_pages"), caller.arrays.get("scales")
         page_indices = decode.array(caller.arrays, "page_indices")
         validation.page_writes(cache.spec, page_indices, pages, scales)
 
         def write() -> None:
+            client_pages.before_write(layer, page_indices)
             cache.implementation.write(cache.pages, layer, page_indices, *stored(cache.spec, pages, scales))
+            client_pages.written(layer, page_indices)
 
+        await client_pages.room()
         await self._engine.run(write, lane=caller.tenant, expires_at=caller.expires_at)
         return pb.WritePagesResponse()
 
     async def read_pages(self, request: pb.ReadPagesRequest, caller: Caller) -> Reply:
         """Reads whole pages of one layer."""
         cache = self._caches.by_id(request.cache_id, caller.tenant)
-        cache.require_pages_by_client()
+        client_pages = cache.require_client_pages()
         layer = validation.layer_index(cache.spec, request.layer)
         page_indices = validation.page_reads(cache.spec, decode.array(caller.arrays, "page_indices"))
         size_bytes = math.prod(cache.spec.pages_shape(len(page_indices))) * cache.spec.dtype.itemsize
         _require_message_fits(size_bytes)
 
         def read() -> tuple[np.ndarray, np.ndarray | None]:
+            client_pages.require_whole(layer, page_indices)
             return cache.implementation.read(cache.pages, layer, page_indices)
 
         return encode.pages(*(await self._engine.run(read, lane=caller.tenant, expires_at=caller.expires_at)).value)
@@ -119,6 +129,29 @@ class CacheHandlers:
         """Renews the leases of sequences."""
         self._table(request, caller).keep_alive(request.sequences)
         return pb.KeepAliveResponse()
+
+    async def save_cache(self, request: pb.SaveCacheRequest, caller: Caller) -> AsyncIterator[pb.SaveCacheResponse]:
+        """Saves a cache and tells how far it is."""
+        cache = self._caches.by_id(request.cache_id, caller.tenant)
+        async for progress in self._require_persistence().save(cache):
+            yield pb.SaveCacheResponse(saved_bytes=progress.done_bytes, total_bytes=progress.total_bytes)
+
+    async def restore_cache(
+        self, request: pb.RestoreCacheRequest, caller: Caller
+    ) -> AsyncIterator[pb.RestoreCacheResponse]:
+        """Restores a cache and tells how far it is."""
+        async for progress in self._require_persistence().restore(caller.tenant, request.name):
+            yield pb.RestoreCacheResponse(
+                restored_bytes=progress.done_bytes,
+                total_bytes=progress.total_bytes,
+                cache=None if progress.cache is None else encode.cache(progress.cache),
+            )
+
+    def _require_persistence(self) -> Persistence:
+        if self._persistence is None:
+            message = "The server has no data directory: it was started without --data-dir."
+            raise FailedPreconditionError("NO_DATA_DIR", message)
+        return self._persistence
 
     def _table(self, request: _NamesACache, caller: Caller) -> SequenceTable:
         return self._caches.by_id(request.cache_id, caller.tenant).require_sequences()

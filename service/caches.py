@@ -2,7 +2,7 @@
 
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from jaxtyping import Int32
 from attnd.kernels import registry
 from attnd.kernels.contract import CacheSpec, Implementation, Layout
 from attnd.kernels.errors import InvalidArgumentError
+from attnd.service.client_pages import ClientPages
 from attnd.service.config import ServerConfig
 from attnd.service.engine import Engine
 from attnd.service.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError, ResourceExhaustedError
@@ -22,6 +23,15 @@ from attnd.service.warming import WarmUp
 from attnd.service.world import World
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def is_legal_name(name: str) -> bool:
+    """Returns whether a cache can have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+async def _leave_empty(_cache: "Cache") -> None:
+    pass
 
 
 class PagesBy(enum.Enum):
@@ -46,6 +56,7 @@ class Cache:
         pages: Its pages, in the implementation's form. Only the engine's thread touches them.
         quota: What its tenant may hold.
         sequences: Its sequences; None if the client manages the pages.
+        client_pages: What saves and restores know of its pages; None if the server manages them.
         warm_up: Compiles its programs ahead of the first call of a kind; None if each is compiled when needed.
         debug_checks: Whether calls check at run time what no caller can break.
     """
@@ -60,6 +71,7 @@ class Cache:
     pages: Any
     quota: Quota
     sequences: SequenceTable | None
+    client_pages: ClientPages | None = None
     warm_up: WarmUp | None
     debug_checks: bool
 
@@ -96,6 +108,16 @@ class Cache:
             message = f"The client manages the pages of cache {self.name!r}: it has no sequences."
             raise FailedPreconditionError("PAGES_BY_CLIENT", message)
         return self.sequences
+
+    def require_client_pages(self) -> ClientPages:
+        """Returns what saves and restores know of the client's pages.
+
+        Raises:
+            FailedPreconditionError: The server manages the pages.
+        """
+        self.require_pages_by_client()
+        assert self.client_pages is not None
+        return self.client_pages
 
 
 class CacheRegistry:
@@ -180,12 +202,36 @@ class CacheRegistry:
             ResourceExhaustedError: The pages do not fit, or pass the tenant's quota.
             UnsupportedError: No implementation serves the shape.
         """
-        if not _NAME.fullmatch(name):
+        if not is_legal_name(name):
             message = f"name={name[:140]!r} must be 1 to 128 of A-Z a-z 0-9 . _ -, a letter or digit first."
             raise InvalidArgumentError.of("name", message)
         if num_q_heads is not None and (num_q_heads <= 0 or num_q_heads % spec.num_kv_heads):
             message = f"{num_q_heads=} must be divisible by num_kv_heads={spec.num_kv_heads}"
             raise InvalidArgumentError.of("num_q_heads", message)
+        return await self._add(name, tenant, spec, pages_by, num_q_heads, _leave_empty)
+
+    async def restore(
+        self, name: str, tenant: str, spec: CacheSpec, pages_by: PagesBy, fill: Callable[[Cache], Awaitable[None]]
+    ) -> Cache:
+        """Creates a cache that nobody sees before `fill` has given it its sequences and pages. All or nothing.
+
+        Raises:
+            AlreadyExistsError: The name is taken.
+            ResourceExhaustedError: The pages do not fit, or pass the tenant's quota.
+            UnsupportedError: No implementation serves the shape.
+            Exception: Whatever `fill` raises.
+        """
+        return await self._add(name, tenant, spec, pages_by, None, fill)
+
+    async def _add(
+        self,
+        name: str,
+        tenant: str,
+        spec: CacheSpec,
+        pages_by: PagesBy,
+        num_q_heads: int | None,
+        fill: Callable[[Cache], Awaitable[None]],
+    ) -> Cache:
         self.require_free_name(name, tenant)
         self._require_memory(spec)
         by_server = pages_by is PagesBy.SERVER
@@ -198,7 +244,6 @@ class CacheRegistry:
         quota = self._quota(tenant)
         if not by_server:
             quota.take_pages(spec.num_pages)
-
         warm_up = WarmUp(name, memory, implementation)
 
         def allocate() -> Any:
@@ -212,26 +257,28 @@ class CacheRegistry:
         self._being_created[tenant, name] = memory.size_bytes
         try:
             pages = (await self._engine.run(allocate, lane=tenant)).value
+            cache = Cache(
+                cache_id=self._world.token(16).hex(),
+                incarnation_id=self.incarnation_id,
+                tenant=tenant,
+                name=name,
+                spec=spec,
+                pages_by=pages_by,
+                implementation=implementation,
+                pages=pages,
+                quota=quota,
+                sequences=self._sequences(tenant, memory, implementation, pages) if by_server else None,
+                client_pages=None if by_server else ClientPages(spec, implementation, pages),
+                warm_up=warm_up if self._config.warm_up else None,
+                debug_checks=self._config.debug_checks,
+            )
+            await fill(cache)
         except BaseException:
             if not by_server:
                 quota.give_pages(spec.num_pages)
             raise
         finally:
             del self._being_created[tenant, name]
-        cache = Cache(
-            cache_id=self._world.token(16).hex(),
-            incarnation_id=self.incarnation_id,
-            tenant=tenant,
-            name=name,
-            spec=spec,
-            pages_by=pages_by,
-            implementation=implementation,
-            pages=pages,
-            quota=quota,
-            sequences=self._sequences(tenant, memory, implementation, pages) if by_server else None,
-            warm_up=warm_up if self._config.warm_up else None,
-            debug_checks=self._config.debug_checks,
-        )
         self._by_id[cache.cache_id] = cache
         self._ids[tenant, name] = cache.cache_id
         return cache
@@ -249,6 +296,10 @@ class CacheRegistry:
             cache.quota.give_pages(cache.spec.num_pages)
         else:
             cache.sequences.close()
+
+    def holds(self, cache: Cache) -> bool:
+        """Returns whether a cache has not been deleted."""
+        return cache.cache_id in self._by_id
 
     def sweep(self) -> None:
         """Releases the sequences whose lease is over."""

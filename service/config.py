@@ -53,6 +53,8 @@ class ServerConfig:
         tenant_sequences_max: Sequences that all caches of one tenant may hold; None for no limit.
         debug_checks: Whether calls check at run time what no caller can break, such as that pages are clean.
         grace_s: Seconds that calls in flight have to end after SIGTERM.
+        data_dir: Where caches are saved to and restored from; None: they end with the server.
+        save_interval_s: Seconds between saves of all caches; None: they are saved when asked for and at the end.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -72,6 +74,8 @@ class ServerConfig:
     tenant_sequences_max: int | None = None
     debug_checks: bool = False
     grace_s: float = 10.0
+    data_dir: Path | None = None
+    save_interval_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -92,6 +96,10 @@ class ServerConfig:
             raise ConfigError(f"lease_s={self.lease_s} must be positive.")
         if not self.grace_s >= 0:
             raise ConfigError(f"grace_s={self.grace_s} must not be negative.")
+        if self.save_interval_s is not None and not self.save_interval_s > 0:
+            raise ConfigError(f"save_interval_s={self.save_interval_s} must be positive.")
+        if self.save_interval_s is not None and self.data_dir is None:
+            raise ConfigError("save_interval_s needs data_dir: there is nowhere to save to.")
 
     @property
     def address(self) -> str:

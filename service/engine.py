@@ -114,6 +114,16 @@ class Engine:
         """Queues work of the server's own, which no call waits for and no bound refuses."""
         self._put(work, settle, math.inf, lane).add_done_callback(_report)
 
+    async def run_own(self, work: Callable[[], T], *, lane: str = "") -> T:
+        """Runs work of the server's own, which no bound refuses, and returns what it gives.
+
+        Raises:
+            UnavailableError: The engine is stopping.
+            Exception: Whatever `work` raises.
+        """
+        value: T = (await self._put(work, _ignore, math.inf, lane)).value
+        return value
+
     async def flush(self, lane: str = "") -> None:
         """Returns when the jobs queued before in a lane have been settled."""
         await self._put(lambda: None, _ignore, math.inf, lane)

@@ -5,7 +5,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
@@ -21,7 +21,9 @@ from attnd.service.caches import CacheRegistry
 from attnd.service.config import ConfigError, ServerConfig
 from attnd.service.dispatch import Dispatcher
 from attnd.service.engine import Engine
+from attnd.service.files import Files, FolderLock
 from attnd.service.metrics import Metrics
+from attnd.service.persistence import Persistence
 from attnd.service.rpc import generic_handlers
 from attnd.service.server_service import ServerHandlers
 from attnd.service.world import World
@@ -43,6 +45,10 @@ _SWEEP_INTERVAL_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
+class UnsavedError(Exception):
+    """A server has ended without saving all of its caches."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunningServer:
     """A server that answers calls.
@@ -50,18 +56,21 @@ class RunningServer:
     Attributes:
         host: The address that it listens on.
         port: The port that it listens on.
+        unsaved: The names of caches that could not be saved when it stopped.
     """
 
     host: str
     port: int
+    unsaved: list[str] = field(default_factory=list)
 
 
 @asynccontextmanager
 async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
-    """Runs a server in this event loop until the context ends, then lets calls in flight end.
+    """Runs a server in this event loop until the context ends, then lets calls in flight end, then saves all caches.
 
     Raises:
-        ConfigError: The address cannot be listened on, or the implementation does not exist.
+        ConfigError: The address cannot be listened on, the implementation does not exist, or the data directory cannot
+            be used.
     """
     # A program of XLA:CPU is run by the thread that calls it: handing it to another costs more than a small call.
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
@@ -69,10 +78,14 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     engine = Engine(queue_depth_max=config.queue_depth_max, batch_calls_max=config.batch_calls_max, metrics=metrics)
     world = World()
     caches = CacheRegistry(engine, config, platform=jax.default_backend(), world=world)
+    persistence, lock = None, None
+    if config.data_dir is not None:
+        lock = FolderLock(config.data_dir)
+        persistence = Persistence(config.data_dir, Files(), caches, engine, world)
     attention = AttentionHandlers(caches, engine)
     services = {
         attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: attention,
-        cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine, world),
+        cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine, world, persistence),
         server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(config, caches, engine, metrics),
     }
     server = grpc.aio.server(options=_OPTIONS)
@@ -85,18 +98,32 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     metrics.watch(engine, caches)
     if config.metrics_port is not None:
         _serve_metrics(metrics, config.host, config.metrics_port)
+    if persistence is not None:
+        try:
+            await persistence.restore_all()
+        except OSError as error:
+            raise ConfigError(f"The data directory {config.data_dir} cannot be read: {error.strerror}.") from error
     await server.start()
-    sweeping = asyncio.create_task(_sweep(caches))
+    own = [asyncio.create_task(_sweep(caches))]
+    if persistence is not None and config.save_interval_s is not None:
+        own.append(asyncio.create_task(persistence.save_every(config.save_interval_s)))
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    running_server = RunningServer(config.host, port)
     try:
-        yield RunningServer(config.host, port)
+        yield running_server
     finally:
         await health_servicer.enter_graceful_shutdown()
         attention.end_sessions()
         await server.stop(config.grace_s)
-        sweeping.cancel()
+        for task in own:
+            task.cancel()
+        if persistence is not None:
+            await persistence.finish()
+            running_server.unsaved.extend(await persistence.save_all())
         await engine.stop()
+        if lock is not None:
+            lock.release()
 
 
 async def serve(config: ServerConfig) -> None:
@@ -104,6 +131,7 @@ async def serve(config: ServerConfig) -> None:
 
     Raises:
         ConfigError: As `running`.
+        UnsavedError: A cache could not be saved at the end.
     """
     keep_freed_memory()
     stop = asyncio.Event()
@@ -113,6 +141,8 @@ async def serve(config: ServerConfig) -> None:
         print(f"attnd serving on {server.host}:{server.port}", flush=True)  # noqa: T201 - what callers wait for
         await stop.wait()
         _log.info("stopping: calls in flight have %s s to end", config.grace_s)
+    if server.unsaved:
+        raise UnsavedError(f"Not saved, the log has why: {', '.join(server.unsaved)}")
 
 
 async def _sweep(caches: CacheRegistry) -> None:

@@ -89,13 +89,19 @@ def test_an_empty_message_gets_a_clear_status(client, path):
     assert caught.value.message
 
 
-@pytest.mark.parametrize("path", ["CacheService/SaveCache", "CacheService/RestoreCache"])
-def test_streams_of_later_versions_are_unimplemented(client, path):
-    call = client.channel.unary_stream
-    with pytest.raises(grpc.RpcError) as caught:
-        list(call(f"/attnd.v1.{path}")(iter([b""]) if path.endswith("Session") else b"", timeout=10))
-    assert refusal(caught.value).code is grpc.StatusCode.UNIMPLEMENTED
-    assert refusal(caught.value).reason == "UNIMPLEMENTED"
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("CacheService/SaveCache", grpc.StatusCode.NOT_FOUND),
+        ("CacheService/RestoreCache", grpc.StatusCode.FAILED_PRECONDITION),
+    ],
+)
+def test_a_stream_that_is_refused_has_a_clear_status(client, path, code):
+    for data, expected in ((b"", code), (b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT)):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(client.channel.unary_stream(f"/attnd.v1.{path}")(data, timeout=10))
+        assert refusal(caught.value).code is expected
+        assert refusal(caught.value).reason
 
 
 @pytest.mark.parametrize(

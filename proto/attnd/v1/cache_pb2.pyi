@@ -67,10 +67,12 @@ class ListCachesResponse(_message.Message):
     def __init__(self, caches: _Optional[_Iterable[_Union[Cache, _Mapping]]] = ...) -> None: ...
 
 class DeleteCacheRequest(_message.Message):
-    __slots__ = ("cache_id",)
+    __slots__ = ("cache_id", "keep_saves")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SAVES_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
-    def __init__(self, cache_id: _Optional[str] = ...) -> None: ...
+    keep_saves: bool
+    def __init__(self, cache_id: _Optional[str] = ..., keep_saves: bool = ...) -> None: ...
 
 class DeleteCacheResponse(_message.Message):
     __slots__ = ()
