@@ -153,6 +153,7 @@ class AsyncCache(CacheHandle):
     list_sequences = _awaited(_caches.list_sequences)
     release_sequences = _awaited(_caches.release_sequences)
     keep_alive = _awaited(_caches.keep_alive)
+    save = _awaited(_caches.save)
     delete = _awaited(_caches.delete_cache)
 
 
@@ -226,3 +227,4 @@ class AsyncClient:
     create_cache = _awaited(_caches.create_cache, _open)
     get_cache = _awaited(_caches.get_cache, _open)
     list_caches = _awaited(_caches.list_caches, _open_all)
+    restore_cache = _awaited(_caches.restore_cache, _open)

@@ -78,6 +78,7 @@ def ragged_paged_attention(
     Raises:
         InvalidArgumentError: The metadata is wrong; the text is JAX's where JAX's kernel documents one.
         FailedPreconditionError: The server manages the cache's pages, or its layout is `split`.
+        DataLossError: The call reads a page that was lost in a save.
         ResourceExhaustedError: The server's queue is full, or the message too large.
         UnimplementedError: The cache's implementation cannot do this.
     """
@@ -134,6 +135,7 @@ def paged_attention(
         InvalidArgumentError: The metadata is wrong; the text is JAX's where JAX's kernel documents one.
         FailedPreconditionError: The server manages the cache's pages, its layout is `interleaved`, or the device has
             no megacore.
+        DataLossError: The call reads a page that was lost in a save.
         ResourceExhaustedError: The server's queue is full, or the message too large.
         UnimplementedError: The cache's implementation cannot do this.
     """

@@ -6,7 +6,7 @@ Each function is a public method of the clients, its first argument the object t
 
 from __future__ import annotations  # help() shows names, not what ArrayLike stands for
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, SupportsFloat, SupportsIndex
 
 import numpy as np
@@ -21,6 +21,8 @@ from attnd.v1 import cache_pb2, server_pb2
 
 # JAX's int8 quantization maps the largest magnitude of a token and head to this.
 _INT8_SCALE: Final = np.float32(127.5)
+
+OnProgress = Callable[[int, int], object]
 
 
 def server_info(client: object) -> Call[ServerInfo]:  # noqa: ARG001 (a method of the clients)
@@ -104,13 +106,75 @@ def list_caches(client: object) -> Call[list[CacheInfo]]:  # noqa: ARG001
     )
 
 
-def delete_cache(cache: CacheHandle) -> Call[None]:
-    """Deletes the cache, its pages and its sequences, once the calls that use it have ended.
+def restore_cache(
+    client: object,  # noqa: ARG001
+    name: str,
+    *,
+    on_progress: OnProgress | None = None,
+    timeout_s: float | None = None,
+) -> Call[CacheInfo]:
+    """Restores a cache from its newest save in the server's data directory, as a server does at its start.
+
+    The cache and its sequences have new handles: `{each.restored_from: each for each in cache.list_sequences()}`.
+
+    Args:
+        client: This client.
+        name: Its name.
+        on_progress: Told how many bytes of pages, of how many, are read.
+        timeout_s: Seconds to wait for the end; the restore goes on without its caller. None: the client's.
+
+    Raises:
+        NotFoundError: There is no save of it.
+        DataLossError: Nothing of its save can be read.
+        AlreadyExistsError: There is a cache of this name.
+        ResourceExhaustedError: The pages do not fit into the server's limit, or pass the tenant's quota.
+        FailedPreconditionError: The server has no data directory.
+    """
+    return Call(
+        method="RestoreCache",
+        request=cache_pb2.RestoreCacheRequest(name=_messages.text(name, "name")),
+        read=_cache,
+        timeout_s=timeout_s,
+        on_answer=None if on_progress is None else lambda each: on_progress(each.restored_bytes, each.total_bytes),
+    )
+
+
+def save(cache: CacheHandle, *, on_progress: OnProgress | None = None, timeout_s: float | None = None) -> Call[None]:
+    """Saves the cache to the server's data directory, as it is at one moment. When it returns, the save is on disk.
+
+    Args:
+        cache: This cache.
+        on_progress: Told how many bytes of pages, of how many, are written.
+        timeout_s: Seconds to wait for the end; the save goes on without its caller. None: the client's.
+
+    Raises:
+        NotFoundError: The cache is gone.
+        FailedPreconditionError: The server has no data directory.
+        ResourceExhaustedError: The disk is full.
+    """
+    return Call(
+        method="SaveCache",
+        request=cache_pb2.SaveCacheRequest(cache_id=cache.info.cache_id),
+        read=_nothing,
+        timeout_s=timeout_s,
+        incarnation_id=cache.incarnation_id,
+        on_answer=None if on_progress is None else lambda each: on_progress(each.saved_bytes, each.total_bytes),
+    )
+
+
+def delete_cache(cache: CacheHandle, *, keep_saves: bool = False) -> Call[None]:
+    """Deletes the cache, its pages and its sequences, once the calls that use it have ended, and its saves.
+
+    Args:
+        cache: This cache.
+        keep_saves: Whether its saves stay, so that `restore_cache`, or the server's next start, brings it back.
 
     Raises:
         NotFoundError: It is gone already.
     """
-    request = cache_pb2.DeleteCacheRequest(cache_id=cache.info.cache_id)
+    request = cache_pb2.DeleteCacheRequest(
+        cache_id=cache.info.cache_id, keep_saves=_messages.flag(keep_saves, "keep_saves")
+    )
     return Call(method="DeleteCache", request=request, read=_nothing, incarnation_id=cache.incarnation_id)
 
 
@@ -165,6 +229,7 @@ def read_pages(
 
     Raises:
         InvalidArgumentError: A page id is out of range, or `return_scales` for a cache that has none.
+        DataLossError: A page was lost in a save.
         FailedPreconditionError: The server manages the cache's pages.
     """
     scaled = cache.info.layout == "split" and cache.info.dtype == "int8"

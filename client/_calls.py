@@ -19,17 +19,19 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One unary rpc.
+    """One rpc that takes one message.
 
     Attributes:
         name: Its name.
         path: What gRPC calls it: `/attnd.v1.AttentionService/Attend`.
         response_type: The class of its answers.
+        streams: Whether it has many answers, of which the last one counts.
     """
 
     name: str
     path: str
     response_type: type[Message]
+    streams: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class Call(Generic[ResultT]):
         read: Makes the result from the answer, without its arrays, and the arrays by field.
         timeout_s: Seconds to wait for the answer; None leaves it to the client.
         incarnation_id: The run of the server that made the handles in the request; empty when it has none.
+        on_answer: Told of each answer of an rpc that streams.
     """
 
     method: str
@@ -53,6 +56,7 @@ class Call(Generic[ResultT]):
     step: "StepMetadata | None" = None
     timeout_s: float | None = None
     incarnation_id: str = ""
+    on_answer: Callable[[Any], object] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,7 +165,7 @@ def public(method: MethodT, build: Callable[..., Any], wrap: Callable[..., Any] 
     return method
 
 
-def _unary_methods() -> dict[str, Method]:
+def _methods() -> dict[str, Method]:
     services = [
         service
         for module in (attention_pb2, cache_pb2, server_pb2)
@@ -172,11 +176,12 @@ def _unary_methods() -> dict[str, Method]:
             name=method.name,
             path=f"/{service.full_name}/{method.name}",
             response_type=GetMessageClass(method.output_type),
+            streams=method.server_streaming,
         )
         for service in services
         for method in service.methods
-        if not (method.client_streaming or method.server_streaming)
+        if not method.client_streaming
     }
 
 
-METHODS: Final = _unary_methods()
+METHODS: Final = _methods()

@@ -94,7 +94,8 @@ class Core:
         except NotFoundError as error:
             if call.incarnation_id and (yield from self._restarted_since(call.incarnation_id)):
                 raise SessionLostError(
-                    f"{error.message} The server at {self.settings.address} has restarted since: create it anew.",
+                    f"{error.message} The server at {self.settings.address} has restarted since: "
+                    "look for what it restored (`restored_from`), or create it anew.",
                     reason="SERVER_RESTARTED",
                 ) from error.__cause__
             raise
@@ -104,7 +105,14 @@ class Core:
         check_timeout(call.timeout_s)
         method = METHODS[call.method]
         timeout_s = self.settings.timeout_s if call.timeout_s is None else call.timeout_s
-        sending = Sending(method=method, request=call.request, arrays=call.arrays, timeout_s=timeout_s, step=call.step)
+        sending = Sending(
+            method=method,
+            request=call.request,
+            arrays=call.arrays,
+            timeout_s=timeout_s,
+            step=call.step,
+            on_answer=call.on_answer,
+        )
         try:
             answer = yield sending
         except grpc.RpcError as error:

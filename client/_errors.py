@@ -91,7 +91,7 @@ class NotFoundError(AttndError, LookupError):
 
 
 class SessionLostError(NotFoundError):
-    """The server has restarted since the cache or sequence was created: its pages are gone."""
+    """The server has restarted since: the handle is gone, and what it named is too, unless it was restored."""
 
 
 class AlreadyExistsError(AttndError):

@@ -148,6 +148,7 @@ class Cache(CacheHandle):
     list_sequences = _blocking(_caches.list_sequences)
     release_sequences = _blocking(_caches.release_sequences)
     keep_alive = _blocking(_caches.keep_alive)
+    save = _blocking(_caches.save)
     delete = _blocking(_caches.delete_cache)
 
 
@@ -220,3 +221,4 @@ class Client:
     create_cache = _blocking(_caches.create_cache, _open)
     get_cache = _blocking(_caches.get_cache, _open)
     list_caches = _blocking(_caches.list_caches, _open_all)
+    restore_cache = _blocking(_caches.restore_cache, _open)

@@ -1,8 +1,8 @@
 """What carries calls to the server: one seam, behind which a transport may be anything."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from google.protobuf.message import Message
@@ -22,6 +22,7 @@ class Sending:
         timeout_s: Seconds to wait for the answer; None: as long as it takes.
         step: What the request shares with the other layers of its step. A transport that has sessions sends it once;
             for any other, `whole` has it all.
+        on_answer: Told of each answer of an rpc that streams.
     """
 
     method: Method
@@ -29,6 +30,7 @@ class Sending:
     arrays: Mapping[str, np.ndarray]
     timeout_s: float | None
     step: StepMetadata | None = None
+    on_answer: Callable[[Any], object] | None = None
 
     def whole(self) -> "Sending":
         """Returns the request of the rpc itself."""

@@ -1,7 +1,11 @@
-"""The plainest transport: one gRPC call for each request, whose message holds everything."""
+"""The plainest transport: one gRPC call for each request, whose message holds everything.
+
+An rpc that streams has many answers: each is told of, and the last one is the answer.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -25,8 +29,9 @@ class UnaryTransport:
         else:
             self.channel = grpc.secure_channel(settings.address, settings.credentials, CHANNEL_OPTIONS)
         # Without serializers gRPC takes and gives bytes.
-        self._stubs: dict[str, Callable[..., bytes]] = {
-            name: self.channel.unary_unary(method.path) for name, method in METHODS.items()
+        self._stubs: dict[str, Callable[..., Any]] = {
+            name: (self.channel.unary_stream if method.streams else self.channel.unary_unary)(method.path)
+            for name, method in METHODS.items()
         }
 
     def send(self, sending: Sending) -> Answer:
@@ -37,6 +42,8 @@ class UnaryTransport:
             answer = self._stubs[sending.method.name](
                 message, timeout=sending.timeout_s, metadata=self._core.settings.metadata
             )
+            if sending.method.streams:
+                answer = _last(sending, answer)
         except ValueError:  # gRPC's answer to a channel that another thread closes at this moment
             self._core.check_usable()
             raise
@@ -56,7 +63,7 @@ class AsyncUnaryTransport:
         self._core = core
         self._loop: asyncio.AbstractEventLoop | None = None
         self.channel: grpc.aio.Channel
-        self._stubs: dict[str, Callable[..., Awaitable[bytes]]]
+        self._stubs: dict[str, Callable[..., Any]]
 
     def connect(self) -> None:
         """Makes the channel, if this is the first call.
@@ -73,7 +80,10 @@ class AsyncUnaryTransport:
                 self.channel = grpc.aio.insecure_channel(settings.address, CHANNEL_OPTIONS)
             else:
                 self.channel = grpc.aio.secure_channel(settings.address, settings.credentials, CHANNEL_OPTIONS)
-            self._stubs = {name: self.channel.unary_unary(method.path) for name, method in METHODS.items()}
+            self._stubs = {
+                name: (self.channel.unary_stream if method.streams else self.channel.unary_unary)(method.path)
+                for name, method in METHODS.items()
+            }
             self._loop = loop
         elif self._loop is not loop:
             raise FailedPreconditionError(
@@ -86,9 +96,10 @@ class AsyncUnaryTransport:
         sending = sending.whole()
         message = _wire.pack(sending, self._core.message_bytes_max)
         try:
-            answer = await self._stubs[sending.method.name](
+            call = self._stubs[sending.method.name](
                 message, timeout=sending.timeout_s, metadata=self._core.settings.metadata
             )
+            answer = await (_async_last(sending, call) if sending.method.streams else call)
         except grpc.aio.UsageError:  # gRPC's answer to a channel that another task closes at this moment
             self._core.check_usable()
             raise
@@ -104,3 +115,28 @@ class AsyncUnaryTransport:
     def usable_here(self) -> bool:
         """Whether the channel was made in this process and event loop."""
         return not self._core.forked and self._loop is asyncio.get_running_loop()
+
+
+def _last(sending: Sending, answers: Any) -> bytes:
+    answer = b""
+    try:
+        for answer in answers:
+            _tell(sending, answer)
+    finally:
+        answers.cancel()  # of no effect at the end; else the listener raised, and wants no more
+    return answer
+
+
+async def _async_last(sending: Sending, answers: Any) -> bytes:
+    answer = b""
+    try:
+        async for answer in answers:
+            _tell(sending, answer)
+    finally:
+        answers.cancel()
+    return answer
+
+
+def _tell(sending: Sending, answer: bytes) -> None:
+    if sending.on_answer is not None:
+        sending.on_answer(_wire.unpack(sending, answer, 0).response)

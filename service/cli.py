@@ -3,6 +3,8 @@
 import asyncio
 import importlib.metadata
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -12,8 +14,14 @@ import typer
 from attnd.kernels.errors import UnsupportedError
 from attnd.service.config import ConfigError, ServerConfig, TlsConfig
 from attnd.service.info import print_info
+from attnd.service.transfers import CacheCaller
 
 _DEFAULTS: Final = ServerConfig()
+
+Address = Annotated[str, typer.Argument(help="HOST:PORT of the server.")]
+CacheName = Annotated[str, typer.Argument(help="Name of the cache.")]
+Tenant = Annotated[str, typer.Option(help="Whose cache it is, where clients present no certificate.")]
+TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities to trust; with it, TLS is used.")]
 
 app = typer.Typer(
     name="attnd",
@@ -62,6 +70,12 @@ def serve(
     grace_s: Annotated[
         float, typer.Option(envvar="ATTND_GRACE_S", help="Seconds for calls in flight after SIGTERM.")
     ] = _DEFAULTS.grace_s,
+    data_dir: Annotated[
+        Path | None, typer.Option(envvar="ATTND_DATA_DIR", help="Where caches are saved and restored from.")
+    ] = None,
+    save_interval_s: Annotated[
+        float | None, typer.Option(envvar="ATTND_SAVE_INTERVAL_S", help="Seconds between saves of all caches.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(envvar="ATTND_TLS_CERT", help="PEM chain of the server.")] = None,
     tls_key: Annotated[Path | None, typer.Option(envvar="ATTND_TLS_KEY", help="PEM key of the server.")] = None,
     tls_client_ca: Annotated[
@@ -93,23 +107,40 @@ def serve(
             tenant_sequences_max=tenant_sequences_max,
             debug_checks=debug_checks,
             grace_s=grace_s,
+            data_dir=data_dir,
+            save_interval_s=save_interval_s,
         )
         asyncio.run(server.serve(config))
-    except (ValueError, UnsupportedError) as error:
+    except (ValueError, UnsupportedError, server.UnsavedError) as error:
         raise _failure(str(error)) from error
 
 
 @app.command()
 def info(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the server.")] = "127.0.0.1:50051",
-    tls_ca: Annotated[Path | None, typer.Option(help="PEM authorities to trust; with it, TLS is used.")] = None,
+    address: Address = "127.0.0.1:50051",
+    tls_ca: TlsCa = None,
 ) -> None:
     """Prints what a server is and which caches it holds."""
-    credentials = None if tls_ca is None else grpc.ssl_channel_credentials(tls_ca.read_bytes())
     try:
-        print_info(address, credentials)
+        print_info(address, _credentials(tls_ca))
     except grpc.RpcError as error:
         raise _failure(f"No attnd server answers at {address}: {error.details()}") from error
+
+
+@app.command()
+def save(address: Address, name: CacheName, tenant: Tenant = "", tls_ca: TlsCa = None) -> None:
+    """Saves a cache to the server's data directory."""
+    with _calling(address, tenant, tls_ca) as caller:
+        size_bytes = caller.save(name)
+    typer.echo(f"{name} is saved: {size_bytes:,} bytes of pages")
+
+
+@app.command()
+def restore(address: Address, name: CacheName, tenant: Tenant = "", tls_ca: TlsCa = None) -> None:
+    """Restores a cache from its newest save in the server's data directory."""
+    with _calling(address, tenant, tls_ca) as caller:
+        cache = caller.restore(name)
+    typer.echo(f"{name} is restored: {cache.num_sequences} sequences")
 
 
 @app.command(name="compile")
@@ -141,6 +172,19 @@ def main() -> None:
     for command in importlib.metadata.entry_points(group="attnd.commands"):
         app.command(command.name)(command.load())
     app()
+
+
+@contextmanager
+def _calling(address: str, tenant: str, tls_ca: Path | None) -> Iterator[CacheCaller]:
+    try:
+        with CacheCaller(address, _credentials(tls_ca), tenant) as caller:
+            yield caller
+    except grpc.RpcError as error:
+        raise _failure(f"{address}: {error.details()}") from error
+
+
+def _credentials(tls_ca: Path | None) -> grpc.ChannelCredentials | None:
+    return None if tls_ca is None else grpc.ssl_channel_credentials(tls_ca.read_bytes())
 
 
 def _tls(cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> TlsConfig | None:
