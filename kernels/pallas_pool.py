@@ -221,44 +221,58 @@ def moved(
 def set_pages(
     pool: Shaped[jax.Array, "pages page_rows lanes"],
     page_indices: Int32[jax.Array, " n"],
-    rows: Shaped[jax.Array, "n page_rows lanes"],
+    values: Shaped[jax.Array, "..."],
+    lay_out: Callable[[jax.Array], jax.Array] = lambda values: values,
 ) -> Shaped[jax.Array, "pages page_rows lanes"]:
-    """Returns the pool with other pages, one for all or one for each index; indices past its end write nothing."""
+    """Returns the pool with other pages; indices past its end write nothing.
 
-    def scatter(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        return pool.at[page_indices].set(rows, mode="drop")
+    Args:
+        pool: The pool.
+        page_indices: Which pages.
+        values: The pages, one for all or one for each index.
+        lay_out: Makes [n, page_rows, lanes] of them. It moves values, too: see `moved`.
+    """
 
-    def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        return put_pieces(pool, page_indices, jnp.zeros_like(page_indices), rows)
+    def scatter(pool: jax.Array, values: jax.Array) -> jax.Array:
+        return pool.at[page_indices].set(lay_out(values), mode="drop")
 
-    return moved(scatter, pool, rows, on_tpu=None if scatters_in_place(pool.dtype, pool.shape[-1]) else put)
+    def put(pool: jax.Array, values: jax.Array) -> jax.Array:
+        return put_pieces(pool, page_indices, jnp.zeros_like(page_indices), lay_out(values))
+
+    return moved(scatter, pool, values, on_tpu=None if scatters_in_place(pool.dtype, pool.shape[-1]) else put)
 
 
 def set_tokens(
     pool: Shaped[jax.Array, "pages page_rows lanes"],
     page: Int32[jax.Array, " tokens"],
     offset: Int32[jax.Array, " tokens"],
-    tokens: Shaped[jax.Array, "tokens rows lanes"],
+    values: Shaped[jax.Array, "..."],
+    lay_out: Callable[[jax.Array], jax.Array],
 ) -> Shaped[jax.Array, "pages page_rows lanes"]:
-    """Returns the pool with new tokens; pages past its end get none."""
+    """Returns the pool with new tokens, of which `lay_out` makes [tokens, rows, lanes]; pages past its end get none."""
 
-    def scatter(pool: jax.Array, tokens: jax.Array) -> jax.Array:
+    def scatter(pool: jax.Array, values: jax.Array) -> jax.Array:
+        tokens = lay_out(values)
         places = pool.reshape(pool.shape[0], -1, *tokens.shape[1:])
         return places.at[page, offset].set(tokens, mode="drop").reshape(pool.shape)
 
-    def put(pool: jax.Array, tokens: jax.Array) -> jax.Array:
-        return put_tokens(pool, page, offset, tokens)
+    def put(pool: jax.Array, values: jax.Array) -> jax.Array:
+        return put_tokens(pool, page, offset, lay_out(values))
 
-    return moved(scatter, pool, tokens, on_tpu=None if scatters_in_place(pool.dtype, pool.shape[-1]) else put)
+    return moved(scatter, pool, values, on_tpu=None if scatters_in_place(pool.dtype, pool.shape[-1]) else put)
 
 
 def write_pages(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array, kv_pages: jax.Array) -> jax.Array:
     """Returns the pool with other pages; indices past its end write nothing."""
-    if spec.layout is Layout.INTERLEAVED:
-        kv = kv_pages.reshape(*kv_pages.shape[:2], spec.num_kv_heads, 2, spec.head_dim)
-    else:
-        kv = kv_pages.transpose(2, 3, 1, 0, 4)
-    return set_pages(pool, page_indices, padded_heads(spec, kv, 2).reshape(len(page_indices), *pool.shape[1:]))
+
+    def lay_out(kv: jax.Array) -> jax.Array:
+        if spec.layout is Layout.INTERLEAVED:
+            kv = kv.reshape(*kv.shape[:2], spec.num_kv_heads, 2, spec.head_dim)
+        else:
+            kv = kv.transpose(2, 3, 1, 0, 4)
+        return padded_heads(spec, kv, 2).reshape(len(page_indices), *pool.shape[1:])
+
+    return set_pages(pool, page_indices, kv_pages, lay_out)
 
 
 def read_pages(spec: CacheSpec, pool: jax.Array, page_indices: jax.Array) -> jax.Array:
@@ -287,4 +301,8 @@ def copy_pages(pool: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.A
 
 def append_tokens(spec: CacheSpec, pool: jax.Array, page: jax.Array, offset: jax.Array, kv: jax.Array) -> jax.Array:
     """Returns the pool with new tokens; pages past its end get none."""
-    return set_tokens(pool, page, offset, padded_heads(spec, kv, 1).reshape(len(page), -1, pool.shape[-1]))
+
+    def lay_out(kv: jax.Array) -> jax.Array:
+        return padded_heads(spec, kv, 1).reshape(len(page), -1, pool.shape[-1])
+
+    return set_tokens(pool, page, offset, kv, lay_out)

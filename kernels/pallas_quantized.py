@@ -177,9 +177,12 @@ def set_quantized_tokens(
     page, offset = places
     column = jnp.arange(weights.shape[0]) * weights.shape[2] + offset[:, None]
     scales = scales.at[page[:, None], column].set(new_scales[..., 0], mode="drop")
-    tokens = _lanes(new, weights).swapaxes(0, 1).reshape(-1, 1, weights.shape[-1])
     pool = weights.reshape(-1, *weights.shape[2:])
-    pool = set_tokens(pool, _pages_of_heads(weights, page), jnp.tile(offset, weights.shape[0]), tokens)
+
+    def lay_out(new: jax.Array) -> jax.Array:
+        return _lanes(new, weights).swapaxes(0, 1).reshape(-1, 1, weights.shape[-1])
+
+    pool = set_tokens(pool, _pages_of_heads(weights, page), jnp.tile(offset, weights.shape[0]), new, lay_out)
     return pool.reshape(weights.shape), scales
 
 

@@ -55,7 +55,7 @@ def test_attends_as_the_dense_formula_when_copies_run_at_once():
     check_answer(inputs, attended.out, attended.lse_natural)
 
 
-@pytest.mark.parametrize("name", APPENDED)
+@pytest.mark.parametrize("name", [*APPENDED, "float8_e5m2 interleaved"])
 def test_append_writes_the_new_tokens_and_no_other_byte(implementation, name):
     inputs = BY_NAME[name].build()
     _, pages = run(implementation, inputs)
@@ -74,7 +74,7 @@ def test_append_writes_the_new_tokens_and_no_other_byte(implementation, name):
     assert not np.any(implementation.read(pages, 1 - inputs.layer, every_page)[0])
 
 
-@pytest.mark.parametrize("name", ["float32 interleaved", "bfloat16 split"])
+@pytest.mark.parametrize("name", ["float32 interleaved", "bfloat16 split", "float8_e5m2 split"])
 def test_written_pages_read_back_bit_for_bit_and_clear_to_zero(implementation, name):
     inputs = BY_NAME[name].build()
     pages = implementation.allocate(inputs.spec)
