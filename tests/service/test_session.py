@@ -32,7 +32,8 @@ NAMES = itertools.count()
 
 @pytest.fixture(scope="module")
 def server():
-    with attnd_server() as process:
+    # The first call of a kind must take its time: xla compiles for it.
+    with attnd_server("--implementation", "xla") as process:
         yield process
 
 
@@ -145,7 +146,7 @@ def test_calls_of_every_kind_are_answered_in_order_as_their_own_rpcs_do(client, 
     assert got[4].ragged_paged_attention.out == got[0].ragged_paged_attention.out
     assert got[1].paged_attention.out == client("AttentionService/PagedAttention", decode).out
     assert got[6].attend.out == got[2].attend.out == client("AttentionService/Attend", attend).out
-    assert got[6].attend.implementation == "xla"
+    assert got[6].attend.implementation == got[0].ragged_paged_attention.implementation != ""
 
 
 @pytest.mark.parametrize(
