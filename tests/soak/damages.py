@@ -80,7 +80,9 @@ def overwrite_sector(save: Save, rng: random.Random) -> set[int] | None:
     start = rng.randrange(0, len(data), 512)
     end = min(start + 512, len(data))
     pages = None if file is None else save.pages_at(file, start, end)
-    data[start:end] = rng.choice([bytes(end - start), rng.randbytes(end - start)])
+    # Where no token is, there are zeros already.
+    zeroes = any(data[start:end]) and rng.random() < 0.5
+    data[start:end] = bytes(end - start) if zeroes else rng.randbytes(end - start)
     save.edit(name, bytes(data))
     return pages
 
