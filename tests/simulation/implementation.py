@@ -1,9 +1,11 @@
 """Real pages under an attention that looks at every token that it is led to, and that fails when it is told to."""
 
+import jax
 import numpy as np
 
 from attnd.kernels.contract import Attended
 from attnd.kernels.reference import Reference
+from attnd.kernels.xla import Xla, XlaPages, alias_pages
 
 
 class SimulatedFault(Exception):
@@ -72,3 +74,17 @@ class SimulatedImplementation(Reference):
         self._faults.strike("after write")
         self._model.written(pages, calls, batch)
         return Attended(out=np.zeros(q.shape, q.dtype))
+
+
+class XlaNumbers:
+    """The attention that serves on a CPU, over pages that the simulation looks at."""
+
+    def __init__(self):
+        self._xla = Xla()
+        self._pages = {}
+
+    def attend(self, pages, *args, **kwargs):
+        if self._pages.get(id(pages), (None,))[0] is not pages:
+            pools = alias_pages(pages, jax.devices("cpu")[0])
+            self._pages[id(pages)] = pages, XlaPages(host=pages, pools=pools)
+        return self._xla.attend(self._pages[id(pages)][1], *args, **kwargs)
