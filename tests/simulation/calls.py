@@ -60,6 +60,14 @@ class CallOperations(Choosing):
             else:
                 self._ask(Call(kept, handles, layer, q_lens, kv_lens, ids, append=True))
 
+    def burst(self) -> None:
+        """Sends a token each of several sequences to one layer, in calls of their own, which may run as one."""
+        kept = self.cache()
+        layer = self.rng.randrange(kept.spec.num_layers)
+        for handle in list(kept.live)[-self.rng.choice([2, 4]) :]:
+            ids = self.world.new_ids(1)
+            self._ask(Call(kept, [handle], layer, [1], [len(kept.live[handle].layers[layer]) + 1], [ids], append=True))
+
     def rewrite(self) -> None:
         """Truncates a sequence and sends other tokens for its end, with or without waiting between the two."""
         kept = self.cache()

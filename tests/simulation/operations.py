@@ -14,9 +14,9 @@ PROBES = (
     ("release_sequences", cache_pb2.ReleaseSequencesRequest, "sequences"),
     ("keep_alive", cache_pb2.KeepAliveRequest, "sequences"),
 )
-FAULTS = ("clear", "clear", "copy", "read", "before write", "after write")
+FAULTS = ("clear", "clear", "copy", "read", "before write", "before write", "after write")
 WEIGHTS = {
-    "attend": 38, "step": 8, "repeat": 6, "create_sequences": 6, "fork": 9, "truncate": 8, "release": 6,
+    "attend": 32, "step": 8, "burst": 8, "repeat": 6, "create_sequences": 6, "fork": 9, "truncate": 8, "release": 6,
     "keep_alive": 2, "list_sequences": 1, "cancel": 6, "jump": 4, "sweep": 2, "create_cache": 1.5, "delete_cache": 1.2,
     "save": 3, "restore": 2, "rewrite": 5, "probe": 1, "work": 6,
 }  # fmt: skip
@@ -35,8 +35,8 @@ class Operations(SaveOperations):
         # Each world does some things often and some rarely, so that rare meetings happen in some world.
         weights = {name: weight * rng.choice([0.5, 1, 1, 3]) for name, weight in WEIGHTS.items()}
         self._names, self._weights = list(weights), list(weights.values())
-        self.fault_rate = rng.choice([0, 0.05, 0.15])
-        self._work_rate = rng.choice([0.5, 0.65, 0.75])
+        self.fault_rate = rng.choice([0, 0.08, 0.16])
+        self._work_rate = rng.choice([0.4, 0.6, 0.75])
 
     def one(self) -> None:
         """Does one operation, and some of the work that is queued."""

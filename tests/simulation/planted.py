@@ -1,12 +1,15 @@
 """Bugs as people make them, each put into the service's own code for as long as a context lasts."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 
+from attnd.kernels.contract import Attended, RaggedBatch
 from attnd.kernels.host_pages import HostPages
+from attnd.service import attending
 from attnd.service import sequences as sequences_module
 from attnd.service.attending import AttentionCall
 from attnd.service.caches import CacheRegistry
@@ -285,6 +288,34 @@ def _a_full_queue_does_not_settle() -> Bug:
     return Engine, "run", run
 
 
+def _a_call_that_cannot_be_prepared_runs_with_the_others() -> Bug:
+    def run_all(_, calls):
+        for call in calls:
+            with suppress(Exception):
+                call.prepare()
+        return attending._run_as_one(calls)
+
+    return AttentionCall, "run_all", classmethod(run_all)
+
+
+def _calls_of_different_layers_run_as_one() -> Bug:
+    return AttentionCall, "place", property(lambda call: call.cache.cache_id)
+
+
+def _rows_of_a_batch_change_their_tables() -> Bug:
+    real = RaggedBatch.concatenated
+
+    def concatenated(_, batches):
+        batch = real(batches)
+        return replace(batch, page_indices=batch.page_indices[::-1].copy())
+
+    return RaggedBatch, "concatenated", classmethod(concatenated)
+
+
+def _a_launch_that_failed_is_taken_for_done() -> Bug:
+    return attending, "_outcome", lambda call: Attended(out=np.zeros(call.q.shape, call.q.dtype))
+
+
 BUGS = {
     function.__name__.removeprefix("_"): function
     for function in (
@@ -318,6 +349,10 @@ BUGS = {
         _a_foreign_cache_is_found,
         _keeping_alive_stops_half_way,
         _a_full_queue_does_not_settle,
+        _a_call_that_cannot_be_prepared_runs_with_the_others,
+        _calls_of_different_layers_run_as_one,
+        _rows_of_a_batch_change_their_tables,
+        _a_launch_that_failed_is_taken_for_done,
     )
 }
 
