@@ -18,7 +18,7 @@ FAULTS = ("clear", "clear", "copy", "read", "before write", "before write", "aft
 WEIGHTS = {
     "attend": 32, "step": 8, "burst": 8, "repeat": 6, "create_sequences": 6, "fork": 9, "truncate": 8, "release": 6,
     "keep_alive": 2, "list_sequences": 1, "cancel": 6, "jump": 4, "sweep": 2, "create_cache": 1.5, "delete_cache": 1.2,
-    "save": 3, "restore": 2, "rewrite": 5, "probe": 1, "work": 6,
+    "save": 2, "save_of_sharers": 4, "restore": 3, "rewrite": 5, "speculate": 5, "probe": 1, "work": 6,
 }  # fmt: skip
 
 
@@ -76,6 +76,21 @@ class Operations(SaveOperations):
         self.send("fork_sequence", cache_pb2.ForkSequenceRequest, kept, sequence=handle)
         if self.rng.random() < 0.7:
             self._step(kept, [handle])
+
+    def speculate(self) -> None:
+        """Forks a sequence, and has the fork forget its last tokens before it goes on."""
+        kept = self.cache()
+        handle = self.handle(kept)
+        pending = self.send("fork_sequence", cache_pb2.ForkSequenceRequest, kept, sequence=handle)
+
+        def forked(response):
+            child = kept.find(response.sequence)
+            if child is not None:
+                length = max(0, max(child.lens) - self.rng.randint(1, 3))
+                fields = {"sequence": child.handle, "length": length}
+                self.send("truncate_sequence", cache_pb2.TruncateSequenceRequest, kept, **fields)
+
+        pending.then = forked
 
     def truncate(self) -> None:
         """Truncates a sequence."""

@@ -17,6 +17,7 @@ from attnd.service.engine import Engine
 from attnd.service.pages import PagePool
 from attnd.service.quotas import Quota
 from attnd.service.sequences import SequenceTable
+from attnd.service.snapshots import Snapshot
 
 Bug = tuple[object, str, Callable]
 
@@ -227,6 +228,19 @@ def _a_seal_is_ignored() -> Bug:
     return PagePool, "sealed_lens", lambda _, pages: np.zeros(len(pages), np.int32)
 
 
+def _a_save_forgets_the_longer_of_two_that_share_a_page() -> Bug:
+    def page_lens(snapshot, page_size):
+        pages = snapshot.pages
+        lens = np.full(len(pages), page_size, np.int32)
+        for sequence in snapshot.sequences:
+            starts = np.arange(len(sequence.pages), dtype=np.int32) * page_size
+            places = np.searchsorted(pages, sequence.pages)
+            lens[places] = np.minimum(lens[places], int(sequence.layer_lens.max()) - starts)
+        return lens
+
+    return Snapshot, "page_lens", page_lens
+
+
 def _a_copying_call_is_not_alone() -> Bug:
     def call_in_the_way(sequences, layer):
         calls = (call for sequence in sequences for call in sequence.in_flight)
@@ -342,6 +356,7 @@ BUGS = {
         _conflicts_are_merged,
         _a_fork_shares_tokens_of_calls_in_flight,
         _a_seal_is_ignored,
+        _a_save_forgets_the_longer_of_two_that_share_a_page,
         _a_copying_call_is_not_alone,
         _calls_on_one_layer_overlap,
         _a_truncation_leaves_the_other_layers,

@@ -7,9 +7,10 @@ import numpy as np
 from attnd.service.caches import PagesBy
 from attnd.service.errors import ResourceExhaustedError
 from attnd.service.snapshots import Snapshot
+from attnd.v1 import cache_pb2
 from tests.simulation.calls import CallOperations
 from tests.simulation.model import KeptCache, Save, require
-from tests.simulation.world import TENANTS
+from tests.simulation.world import TENANTS, Pending
 
 CACHES_MAX = 5
 
@@ -25,6 +26,26 @@ class SaveOperations(CallOperations):
             self.world.loop.step()
         if self.rng.random() < 0.6:
             self.rewrite()
+
+    def save_of_sharers(self) -> None:
+        """Saves while a fork holds fewer tokens of a page than its origin; then the origin goes, the fork goes on."""
+        kept = self.cache()
+        origin = kept.find(self.handle(kept))
+        if origin is None or kept.save is not None or kept.unwritten:
+            return
+        fork = self.send("fork_sequence", cache_pb2.ForkSequenceRequest, kept, sequence=origin.handle)
+        self.finish(fork)
+        child = None if _failed(fork) else kept.find(fork.task.result().sequence)
+        if child is None or kept.deleted:
+            return
+        length = max(0, max(child.lens) - self.rng.randint(1, 3))
+        fields = {"sequence": child.handle, "length": length}
+        self.finish(self.send("truncate_sequence", cache_pb2.TruncateSequenceRequest, kept, **fields))
+        self.world.ask("save", self._saving(kept), kept=kept)
+        self.world.loop.step()
+        self.send("release_sequences", cache_pb2.ReleaseSequencesRequest, kept, sequences=[origin.handle])
+        self.world.loop.step()
+        self._step(kept, [child.handle])
 
     async def _saving(self, kept: KeptCache) -> None:
         if kept.save is not None or kept.deleted:
@@ -90,3 +111,7 @@ class SaveOperations(CallOperations):
         if self.rng.random() > 0.1:
             return state
         return replace(state, pages=state.pages[:0], damaged=True)
+
+
+def _failed(pending: Pending) -> bool:
+    return pending.task.cancelled() or pending.task.exception() is not None
