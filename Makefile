@@ -36,10 +36,10 @@ test: $(VENV)/ready ## Runs the tests, and compiles a few programs for TPUs.
 	$(BIN)/python -m pytest
 	$(MAKE) --no-print-directory tpu-compile TPU=--short
 
-# Parts of `make soak`, all if empty: crashes damages; or options of `python -m tests.soak`.
+# Parts of `make soak`, all if empty: simulated planted appends cycles crashes damages; or options of `python -m tests.soak`.
 PARTS ?=
 .PHONY: soak
-soak: $(VENV)/ready ## Runs the long tests in full and prints one table, in about an hour on 2 cores (PARTS="crashes").
+soak: $(VENV)/ready ## Runs the long tests in full and prints one table, in about two hours on 2 cores (PARTS="crashes").
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.soak $(PARTS)
 
 check: $(VENV)/ready $(LINKS) ## Checks format, lint, types, generated code and the schema.

@@ -5,10 +5,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from tests.soak import crashes, damages
+from tests.soak import crashes, cycles, damages, lossy, simulated
 from tests.soak.report import Row, table
 
 PARTS: dict[str, tuple[Callable[[int, int], list[Row]], int]] = {
+    "simulated": (simulated.run, 1_000_000),
+    "planted": (simulated.find, 20),
+    "appends": (lossy.run, 10_000),
+    "cycles": (cycles.run, 1_000_000),
     "crashes": (crashes.run, 200),
     "damages": (damages.run, 200),
 }
