@@ -63,10 +63,17 @@ class CallOperations(Choosing):
     def burst(self) -> None:
         """Sends a token each of several sequences to one layer, in calls of their own, which may run as one."""
         kept = self.cache()
+        fails = self.rng.random() < 0.2  # what runs as one may fail as one
+        if fails:
+            self.world.settle_work()
         layer = self.rng.randrange(kept.spec.num_layers)
         for handle in list(kept.live)[-self.rng.choice([2, 4]) :]:
             ids = self.world.new_ids(1)
             self._ask(Call(kept, [handle], layer, [1], [len(kept.live[handle].layers[layer]) + 1], [ids], append=True))
+        if fails:
+            self.world.loop.step()
+            self.world.faults.arm("before write")
+            self.world.engine.step()
 
     def rewrite(self) -> None:
         """Truncates a sequence and sends other tokens for its end, with or without waiting between the two."""

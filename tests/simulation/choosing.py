@@ -28,9 +28,9 @@ class Choosing:
     def handle(self, kept: KeptCache) -> bytes:
         """Returns a handle, mostly one that is known."""
         chance = self.rng.random()
-        if chance > 0.06 and kept.live:
+        if chance > 0.04 and kept.live:
             return self.rng.choice(list(kept.live))
-        if chance > 0.02 and kept.by_handle:
+        if chance > 0.015 and kept.by_handle:
             return self.rng.choice(list(kept.by_handle))
         return self.rng.choice(list(self.cache().by_handle) or [self.rng.randbytes(16)])
 

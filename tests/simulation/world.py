@@ -323,14 +323,18 @@ class SimulatedWorld:
                     checks.check_content(kept)
                 checks.check_quota(*self.quotas[id(kept.cache.quota)], self.client_pages_of(kept.cache.quota))
 
+    def settle_work(self) -> None:
+        """Works until the queue is empty."""
+        self.loop.step()
+        while not self.engine.is_idle:
+            self.engine.step()
+            self.loop.step()
+
     def settle(self) -> None:
         """Lets everything in flight end: then no request waits, and nothing is on its way back."""
         self.faults.arm(None)
         for _ in range(2):  # an answer may have another request follow
-            self.loop.step()
-            while not self.engine.is_idle:
-                self.engine.step()
-                self.loop.step()
+            self.settle_work()
             self.reap()
         require(not self.pending, "%s waits for nothing", [pending.what for pending in self.pending])
         for kept in (*self.caches, *self.ghosts):
