@@ -7,7 +7,7 @@ protobuf itself would write.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -17,6 +17,13 @@ from google.protobuf.message import DecodeError, Message
 from attnd.v1 import tensor_pb2, tensors
 
 MessageT = TypeVar("MessageT", bound=Message)
+Place = Callable[[np.ndarray], int | None]
+"""Puts the elements of an array, little-endian, into shared memory, and returns where; None leaves them to the
+message."""
+
+Fetch = Callable[[str, int, int], memoryview]
+"""Returns the elements of an array in shared memory, by its field, where they begin and how many bytes they have."""
+
 Inner = memoryview | Message
 """A message inside another: its bytes, or itself if the outer one was small enough to be read at once."""
 
@@ -33,24 +40,31 @@ _SMALL: Final = [bytes([number]) for number in range(0x80)]
 _DTYPE_NUMBER: Final = tensor_pb2.Tensor.DTYPE_FIELD_NUMBER
 _SHAPE_NUMBER: Final = tensor_pb2.Tensor.SHAPE_FIELD_NUMBER
 _DATA_NUMBER: Final = tensor_pb2.Tensor.DATA_FIELD_NUMBER
+_OFFSET_NUMBER: Final = tensor_pb2.Tensor.SHARED_OFFSET_FIELD_NUMBER
 
 
-def pack(header: Message, arrays: Mapping[str, np.ndarray]) -> bytes:
+def pack(header: Message, arrays: Mapping[str, np.ndarray], place: Place | None = None) -> bytes:
     """Returns the bytes of a message.
 
     Args:
         header: The message without its arrays.
         arrays: The arrays, by field. Their fields' numbers must exceed those of the header's fields, as they do in
             every message of attnd: the header is written first.
+        place: Takes elements that are not to lie in the message.
 
     Raises:
         TensorError: An array's dtype has no wire name.
         EncodeError: The header is too large.
     """
-    return b"".join(_message(header, arrays))
+    return b"".join(_message(header, arrays, place))
 
 
-def pack_within(outers: Sequence[tuple[Message, str]], header: Message, arrays: Mapping[str, np.ndarray]) -> bytes:
+def pack_within(
+    outers: Sequence[tuple[Message, str]],
+    header: Message,
+    arrays: Mapping[str, np.ndarray],
+    place: Place | None = None,
+) -> bytes:
     """Returns the bytes of a message that lies in a field of another, which may lie in a field of yet another.
 
     Args:
@@ -58,41 +72,44 @@ def pack_within(outers: Sequence[tuple[Message, str]], header: Message, arrays: 
             field. Its number exceeds those of the others that are set.
         header: The innermost message, as in `pack`.
         arrays: Its arrays.
+        place: As in `pack`.
 
     Raises:
         TensorError: An array's dtype has no wire name.
         EncodeError: A header is too large.
     """
-    parts = _message(header, arrays)
+    parts = _message(header, arrays, place)
     for outer, field in reversed(outers):
         size = _varint(sum(map(len, parts)))
         parts = [outer.SerializeToString(), _inner_tag(outer.DESCRIPTOR, field), size, *parts]
     return b"".join(parts)
 
 
-def unpack(message: bytes | Inner, kind: type[MessageT]) -> tuple[MessageT, dict[str, np.ndarray]]:
+def unpack(
+    message: bytes | bytearray | Inner, kind: type[MessageT], fetch: Fetch | None = None
+) -> tuple[MessageT, dict[str, np.ndarray]]:
     """Returns a message without its arrays, and the arrays by field, read-only views of the message's bytes.
 
     Args:
         message: Its bytes, or what `unpack_outer` gave for a message inside another.
         kind: Its type.
+        fetch: Returns elements that lie in shared memory; None if there is no such memory.
 
     Raises:
         DecodeError: The bytes are not a message of the type.
-        TensorError: An array's dtype, shape and bytes do not agree, or it is given twice.
+        TensorError: An array's dtype, shape and bytes do not agree, it is given twice, or it lies in memory that is
+            not shared.
     """
     names = _array_fields(kind.DESCRIPTOR)
     if isinstance(message, Message) or len(message) <= SMALL_BYTES_MAX:
         small = _small(message, kind)
-        arrays = {
-            name: tensors.from_tensor(getattr(small, name), name) for name in names.values() if small.HasField(name)
-        }
+        arrays = {name: _array(getattr(small, name), name, fetch) for name in names.values() if small.HasField(name)}
         for name in arrays:
             small.ClearField(name)
         return small, arrays
     header, values = _split(memoryview(message), names)
     return kind.FromString(header), {
-        name: tensors.from_tensor(cast("tensor_pb2.Tensor", _parts(value)), name) for name, value in values.items()
+        name: _array(cast("tensor_pb2.Tensor", _parts(value)), name, fetch) for name, value in values.items()
     }
 
 
@@ -126,7 +143,7 @@ def unpack_outer(message: bytes | Inner, kind: type[MessageT]) -> tuple[MessageT
     return kind.FromString(header), name, value
 
 
-def _small(message: bytes | Inner, kind: type[MessageT]) -> MessageT:
+def _small(message: bytes | bytearray | Inner, kind: type[MessageT]) -> MessageT:
     if isinstance(message, Message):
         assert isinstance(message, kind)
         return message
@@ -148,11 +165,16 @@ def _split(view: memoryview, names: Mapping[int, str]) -> tuple[bytes, dict[str,
     return b"".join(header), values
 
 
-def _message(header: Message, arrays: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
+def _message(header: Message, arrays: Mapping[str, np.ndarray], place: Place | None) -> list[bytes | memoryview]:
     parts: list[bytes | memoryview] = [header.SerializeToString()]
     for number, name in _in_order(header.DESCRIPTOR, tuple(arrays)):
         array = arrays[name]
         begin, dtype = _begin(number, array.dtype, array.shape, name)
+        if place is not None and array.size:
+            offset = place(array if array.dtype == dtype else array.astype(dtype))
+            if offset is not None:
+                parts.append(_placed(number, array.dtype, array.shape, name, offset))
+                continue
         parts.append(begin)
         if array.size:
             parts.append(np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data)
@@ -187,14 +209,26 @@ def _begin(number: int, dtype: np.dtype, shape: tuple[int, ...], field: str) -> 
 
     protobuf leaves empty fields out.
     """
-    begin, little_endian = describe(dtype, field)
-    if shape:
-        packed = b"".join([_varint(size) for size in shape])
-        begin += _tag(_SHAPE_NUMBER) + _varint(len(packed)) + packed
+    begin, little_endian = _without_elements(dtype, shape, field)
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes:
         begin += _tag(_DATA_NUMBER) + _varint(size_bytes)
     return _tag(number) + _varint(len(begin) + size_bytes) + begin, little_endian
+
+
+@functools.lru_cache(maxsize=1024)
+def _placed(number: int, dtype: np.dtype, shape: tuple[int, ...], field: str, offset: int) -> bytes:
+    """Returns a field that holds a `Tensor` whose elements lie in shared memory."""
+    tensor = _without_elements(dtype, shape, field)[0] + _varint(_OFFSET_NUMBER << 3 | _VARINT) + _varint(offset)
+    return _tag(number) + _varint(len(tensor)) + tensor
+
+
+def _without_elements(dtype: np.dtype, shape: tuple[int, ...], field: str) -> tuple[bytes, np.dtype]:
+    begin, little_endian = describe(dtype, field)
+    if shape:
+        packed = b"".join([_varint(size) for size in shape])
+        begin += _tag(_SHAPE_NUMBER) + _varint(len(packed)) + packed
+    return begin, little_endian
 
 
 @functools.lru_cache(maxsize=64)
@@ -213,7 +247,23 @@ class _Tensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+    shared_offset: int | None
     data: memoryview
+
+    def HasField(self, _: str) -> bool:  # noqa: N802 - as protobuf has it
+        """Whether the elements lie in shared memory."""
+        return self.shared_offset is not None
+
+
+def _array(tensor: tensor_pb2.Tensor, name: str, fetch: Fetch | None) -> np.ndarray:
+    if not tensor.HasField("shared_offset"):
+        return tensors.from_tensor(tensor, name)
+    if fetch is None or tensor.data:
+        why = "must not be set beside data" if tensor.data else "names memory that this connection does not share"
+        raise tensors.TensorError(f"{name}.shared_offset", f"{name}.shared_offset {why}.")
+    shape = tuple(tensor.shape)
+    elements = fetch(name, tensor.shared_offset, tensors.size_of(tensor.dtype, shape, name))
+    return tensors.from_tensor(cast("tensor_pb2.Tensor", _Tensor(tensor.dtype, shape, None, elements)), name)
 
 
 def _parts(view: memoryview) -> _Tensor:
@@ -231,10 +281,10 @@ def _parts(view: memoryview) -> _Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _described(rest: bytes) -> tuple[str, tuple[int, ...]]:
-    """Returns dtype and shape."""
+def _described(rest: bytes) -> tuple[str, tuple[int, ...], int | None]:
+    """Returns dtype and shape, and where the elements lie if that is in shared memory."""
     tensor = tensor_pb2.Tensor.FromString(rest)
-    return tensor.dtype, tuple(tensor.shape)
+    return tensor.dtype, tuple(tensor.shape), tensor.shared_offset if tensor.HasField("shared_offset") else None
 
 
 def _fields(view: memoryview) -> Iterator[tuple[int, int, int, int, int]]:

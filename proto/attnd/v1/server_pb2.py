@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61ttnd/v1/server.proto\x12\x08\x61ttnd.v1\"\x16\n\x14GetServerInfoRequest\"\x80\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bjax_version\x18\x02 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x03 \x01(\t\x12\x10\n\x08platform\x18\x04 \x01(\t\x12!\n\x07\x64\x65vices\x18\x05 \x03(\x0b\x32\x10.attnd.v1.Device\x12\x31\n\x0fimplementations\x18\x06 \x03(\x0b\x32\x18.attnd.v1.Implementation\x12 \n\x06limits\x18\x07 \x01(\x0b\x32\x10.attnd.v1.Limits\x12\x1d\n\x15num_compiled_programs\x18\x08 \x01(\x03\x12\x19\n\x11\x63\x61\x63hes_size_bytes\x18\t \x01(\x03\x12\x16\n\x0eresident_bytes\x18\n \x01(\x03\x12\x13\n\x0bqueue_depth\x18\x0b \x01(\x05\x12\x10\n\x08uptime_s\x18\x0c \x01(\x01\x12\x11\n\tnum_calls\x18\r \x01(\x03\x12\x13\n\x0bnum_batches\x18\x0e \x01(\x03\"\"\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\x05\x12\x0c\n\x04kind\x18\x02 \x01(\t\"\x1e\n\x0eImplementation\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x9c\x01\n\x06Limits\x12\x19\n\x11message_bytes_max\x18\x01 \x01(\x03\x12\x17\n\x0fqueue_depth_max\x18\x02 \x01(\x05\x12\x1d\n\x15\x63\x61\x63hes_size_bytes_max\x18\x03 \x01(\x03\x12\x15\n\rsequences_max\x18\x04 \x01(\x05\x12\x17\n\x0f\x62\x61tch_calls_max\x18\x05 \x01(\x05\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x32\x61\n\rServerService\x12P\n\rGetServerInfo\x12\x1e.attnd.v1.GetServerInfoRequest\x1a\x1f.attnd.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61ttnd/v1/server.proto\x12\x08\x61ttnd.v1\"\x16\n\x14GetServerInfoRequest\"\xad\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bjax_version\x18\x02 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x03 \x01(\t\x12\x10\n\x08platform\x18\x04 \x01(\t\x12!\n\x07\x64\x65vices\x18\x05 \x03(\x0b\x32\x10.attnd.v1.Device\x12\x31\n\x0fimplementations\x18\x06 \x03(\x0b\x32\x18.attnd.v1.Implementation\x12 \n\x06limits\x18\x07 \x01(\x0b\x32\x10.attnd.v1.Limits\x12\x1d\n\x15num_compiled_programs\x18\x08 \x01(\x03\x12\x19\n\x11\x63\x61\x63hes_size_bytes\x18\t \x01(\x03\x12\x16\n\x0eresident_bytes\x18\n \x01(\x03\x12\x13\n\x0bqueue_depth\x18\x0b \x01(\x05\x12\x10\n\x08uptime_s\x18\x0c \x01(\x01\x12\x11\n\tnum_calls\x18\r \x01(\x03\x12\x13\n\x0bnum_batches\x18\x0e \x01(\x03\x12+\n\x0clocal_socket\x18\x0f \x01(\x0b\x32\x15.attnd.v1.LocalSocket\"*\n\x0bLocalSocket\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\"\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\x05\x12\x0c\n\x04kind\x18\x02 \x01(\t\"\x1e\n\x0eImplementation\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x9c\x01\n\x06Limits\x12\x19\n\x11message_bytes_max\x18\x01 \x01(\x03\x12\x17\n\x0fqueue_depth_max\x18\x02 \x01(\x05\x12\x1d\n\x15\x63\x61\x63hes_size_bytes_max\x18\x03 \x01(\x03\x12\x15\n\rsequences_max\x18\x04 \x01(\x05\x12\x17\n\x0f\x62\x61tch_calls_max\x18\x05 \x01(\x05\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x32\x61\n\rServerService\x12P\n\rGetServerInfo\x12\x1e.attnd.v1.GetServerInfoRequest\x1a\x1f.attnd.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,13 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFOREQUEST']._serialized_start=35
   _globals['_GETSERVERINFOREQUEST']._serialized_end=57
   _globals['_GETSERVERINFORESPONSE']._serialized_start=60
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=444
-  _globals['_DEVICE']._serialized_start=446
-  _globals['_DEVICE']._serialized_end=480
-  _globals['_IMPLEMENTATION']._serialized_start=482
-  _globals['_IMPLEMENTATION']._serialized_end=512
-  _globals['_LIMITS']._serialized_start=515
-  _globals['_LIMITS']._serialized_end=671
-  _globals['_SERVERSERVICE']._serialized_start=673
-  _globals['_SERVERSERVICE']._serialized_end=770
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=489
+  _globals['_LOCALSOCKET']._serialized_start=491
+  _globals['_LOCALSOCKET']._serialized_end=533
+  _globals['_DEVICE']._serialized_start=535
+  _globals['_DEVICE']._serialized_end=569
+  _globals['_IMPLEMENTATION']._serialized_start=571
+  _globals['_IMPLEMENTATION']._serialized_end=601
+  _globals['_LIMITS']._serialized_start=604
+  _globals['_LIMITS']._serialized_end=760
+  _globals['_SERVERSERVICE']._serialized_start=762
+  _globals['_SERVERSERVICE']._serialized_end=859
 # @@protoc_insertion_point(module_scope)

@@ -11,7 +11,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "jax_version", "incarnation_id", "platform", "devices", "implementations", "limits", "num_compiled_programs", "caches_size_bytes", "resident_bytes", "queue_depth", "uptime_s", "num_calls", "num_batches")
+    __slots__ = ("version", "jax_version", "incarnation_id", "platform", "devices", "implementations", "limits", "num_compiled_programs", "caches_size_bytes", "resident_bytes", "queue_depth", "uptime_s", "num_calls", "num_batches", "local_socket")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class GetServerInfoResponse(_message.Message):
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CALLS_FIELD_NUMBER: _ClassVar[int]
     NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_SOCKET_FIELD_NUMBER: _ClassVar[int]
     version: str
     jax_version: str
     incarnation_id: str
@@ -40,7 +41,16 @@ class GetServerInfoResponse(_message.Message):
     uptime_s: float
     num_calls: int
     num_batches: int
-    def __init__(self, version: _Optional[str] = ..., jax_version: _Optional[str] = ..., incarnation_id: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., implementations: _Optional[_Iterable[_Union[Implementation, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., num_compiled_programs: _Optional[int] = ..., caches_size_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., queue_depth: _Optional[int] = ..., uptime_s: _Optional[float] = ..., num_calls: _Optional[int] = ..., num_batches: _Optional[int] = ...) -> None: ...
+    local_socket: LocalSocket
+    def __init__(self, version: _Optional[str] = ..., jax_version: _Optional[str] = ..., incarnation_id: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., implementations: _Optional[_Iterable[_Union[Implementation, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., num_compiled_programs: _Optional[int] = ..., caches_size_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., queue_depth: _Optional[int] = ..., uptime_s: _Optional[float] = ..., num_calls: _Optional[int] = ..., num_batches: _Optional[int] = ..., local_socket: _Optional[_Union[LocalSocket, _Mapping]] = ...) -> None: ...
+
+class LocalSocket(_message.Message):
+    __slots__ = ("path", "token")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    token: bytes
+    def __init__(self, path: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class Device(_message.Message):
     __slots__ = ("id", "kind")

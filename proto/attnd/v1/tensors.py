@@ -61,7 +61,7 @@ def to_tensor(array: np.ndarray) -> tensor_pb2.Tensor:
 
 
 def from_tensor(tensor: tensor_pb2.Tensor, field: str) -> np.ndarray:
-    """Returns a read-only array over a message's bytes.
+    """Returns an array over a message's bytes, read-only if they are.
 
     Args:
         tensor: The message.
@@ -79,6 +79,15 @@ def from_tensor(tensor: tensor_pb2.Tensor, field: str) -> np.ndarray:
             f"len({field}.data)={len(data)} must be {size_bytes} for {field}.shape={shape} and dtype {dtype.name}.",
         )
     return np.frombuffer(data, dtype).reshape(shape)
+
+
+def size_of(dtype_name: str, shape: tuple[int, ...], field: str) -> int:
+    """Returns the bytes of the elements of an array that is only described.
+
+    Raises:
+        TensorError: The dtype is unknown, or an axis is out of range.
+    """
+    return _layout(dtype_name, shape, field)[1]
 
 
 @functools.lru_cache(maxsize=1024)
