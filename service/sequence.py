@@ -1,6 +1,7 @@
 """One sequence whose pages the server manages, and the hold that a call has on it."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +46,12 @@ class Sequence:
     def length(self) -> int:
         """Tokens of the layer that holds most."""
         return int(self.layer_lens.max())
+
+    def replace_pages(self, slots: np.ndarray, targets: Pages) -> None:
+        """Puts other pages into some places of the page table, which is an array of its own afterwards."""
+        pages = self.pages.copy()
+        pages[slots] = targets
+        self.pages = pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +137,46 @@ def slots_to_copy(
         if len(slots):
             to_copy.append((sequence, slots))
     return to_copy
+
+
+class Batches:
+    """Makes the batches of calls. The layers of a planned step get the same one: kernels plan their work on it once.
+
+    Args:
+        page_size: Tokens of a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        # Arrays of pages and lengths are never changed, only replaced: the same arrays make the same batch.
+        self._made_of: list[np.ndarray] = []
+        self._batch: RaggedBatch | None = None
+
+    def of(
+        self,
+        sequences: list[Sequence],
+        copies: list[PageCopies],
+        q_lens: Lens,
+        kv_lens: Lens,
+        table: Callable[[list[Sequence], list[PageCopies]], Int32[np.ndarray, "num_seqs pages_per_seq"]],
+    ) -> RaggedBatch:
+        """Returns the batch of a call.
+
+        Args:
+            sequences: Its sequences.
+            copies: Pages that it copies first: others than the sequences' stand in its table.
+            q_lens: int32 [num_seqs]. Tokens of the call.
+            kv_lens: int32 [num_seqs]. Lengths after the call.
+            table: Makes its page table.
+        """
+        made_of = [q_lens, kv_lens, *[sequence.pages for sequence in sequences]]
+        if self._batch is not None and not copies and len(made_of) == len(self._made_of):
+            pairs = zip(made_of, self._made_of, strict=True)
+            if all(one is other for one, other in pairs):
+                return self._batch
+        batch = RaggedBatch.compact(kv_lens, table(sequences, copies), q_lens, self._page_size)
+        self._made_of, self._batch = ([], None) if copies else (made_of, batch)
+        return batch
 
 
 def page_table(sequences: list[Sequence], copies: list[PageCopies]) -> Int32[np.ndarray, "num_seqs pages_per_seq"]:

@@ -7,12 +7,13 @@ from typing import Final
 import numpy as np
 from jaxtyping import Int32
 
-from attnd.kernels.contract import CacheSpec, RaggedBatch
+from attnd.kernels.contract import CacheSpec
 from attnd.kernels.errors import InvalidArgumentError
 from attnd.service.errors import DataLossError, NotFoundError, ResourceExhaustedError
 from attnd.service.pages import PagePool, Pages
 from attnd.service.quotas import Quota
 from attnd.service.sequence import (
+    Batches,
     Lens,
     PageCopies,
     Reservation,
@@ -56,6 +57,7 @@ class SequenceTable:
         self._world = world
         self._lease_s = lease_s
         self._pool = PagePool(spec.num_pages - 1, quota)
+        self._batches = Batches(spec.page_size)
         self._sequences: dict[bytes, Sequence] = {}
         self._unclean: list[Pages] = []
         self._closed = False
@@ -96,8 +98,7 @@ class SequenceTable:
         if not 0 < lease_s <= LEASE_S_MAX:
             raise InvalidArgumentError.of("lease_s", f"{lease_s=} must be in (0, {LEASE_S_MAX:.0f}].")
         self._admit(num_sequences)
-        num_layers = self._spec.num_layers
-        return [self._add(np.zeros(num_layers, np.int32), lease_s).handle for _ in range(num_sequences)]
+        return [self._add(np.zeros(self._spec.num_layers, np.int32), lease_s).handle for _ in range(num_sequences)]
 
     def fork(self, handle: bytes) -> bytes:
         """Returns the handle of a new sequence that holds another's tokens; what either appends is its own.
@@ -210,7 +211,7 @@ class SequenceTable:
             await blocker.settled.wait()
         copies, fresh = self._take(sequences, kv_lens, to_copy)
         try:
-            batch = RaggedBatch.compact(kv_lens, page_table(sequences, copies), q_lens, self._spec.page_size)
+            batch = self._batches.of(sequences, copies, q_lens, kv_lens, page_table)
         except BaseException:
             for each in copies:
                 self._drop(each.targets)
@@ -237,7 +238,7 @@ class SequenceTable:
         """Ends a hold: the new lengths become true, or everything is as it was before `reserve`."""
         for copies in reservation.copies:
             if commit:
-                copies.sequence.pages[copies.slots] = copies.targets
+                copies.sequence.replace_pages(copies.slots, copies.targets)
             self._drop(copies.sources if commit else copies.targets)
         now = self._world.now()
         for sequence, kv_len in zip(reservation.sequences, reservation.kv_lens.tolist(), strict=True):
