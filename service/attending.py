@@ -1,5 +1,6 @@
 """One attention call between its admission and its answer: what runs on the engine's thread."""
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, Final
@@ -51,6 +52,23 @@ class AttentionCall(Joinable[Attended]):
     def place(self) -> tuple[str, int]:
         """The layer of a cache that it works on."""
         return self.cache.cache_id, self.layer
+
+    @property
+    def kind(self) -> Hashable:
+        """What decides which programs it runs, and how much they have to do within a factor of two."""
+        batch, options = self.batch, self.options
+        return (
+            self.cache.cache_id,
+            self.q.shape[1],
+            self.q.dtype.num,
+            batch.num_seqs.bit_length(),
+            batch.num_tokens.bit_length(),
+            batch.page_indices.shape[1].bit_length(),
+            self.k is None,
+            options.sliding_window is None,
+            options.soft_cap is None,
+            options.return_lse,
+        )
 
     def joins(self, others: Many["AttentionCall"]) -> bool:
         """Returns whether one launch can serve it and others: one program, and nobody reads what another writes."""

@@ -20,6 +20,11 @@ class Joinable(ABC, Generic[T]):
     def place(self) -> Hashable:
         """What it works on: work of one place is done in the order in which it came."""
 
+    @property
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """What its work depends on in kind and size: work of one kind takes about as long."""
+
     @abstractmethod
     def joins(self, others: Many[Self]) -> bool:
         """Returns whether it can run as one with others of its place, which can run as one."""

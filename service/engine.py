@@ -6,11 +6,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from attnd.service.batching import Joinable, Lanes
+from attnd.service.brevity import Brevity
 from attnd.service.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from attnd.service.metrics import Metrics
 
@@ -48,10 +49,14 @@ class _Job:
     lane: str
     future: "asyncio.Future[Ran[Any]]"
     queued_at_ns: int = field(default_factory=time.monotonic_ns)
+    took_ns: int | None = None  # of its work alone
 
 
 class Engine:
     """Runs jobs one after another on a thread of its own; calls that wait and can run as one, together.
+
+    What that thread works on is the event loop's thread's while it has nothing to do. A brief call that comes then
+    runs where it came: two hand-overs between threads would cost it more than its work.
 
     All methods are called from the event loop's thread. A job is settled exactly once, on that thread, after its work
     has ended or was dropped, whatever became of the call that asked for it: so pages stay pinned while a kernel uses
@@ -69,6 +74,7 @@ class Engine:
         self._metrics = metrics
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._depth = 0
+        self._brevity = Brevity()
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,8 +94,9 @@ class Engine:
         lane: str = "",
         expires_at: float = math.inf,
         settle: Callable[[bool], None] = _ignore,
+        connection: Hashable = None,
     ) -> Ran[T]:
-        """Runs `work` on the engine's thread and returns what it gives.
+        """Runs `work` on the engine's thread, or at once if it is brief and none waits, and returns what it gives.
 
         Args:
             work: The job. It is dropped if its caller is gone, or its time is up, before its turn.
@@ -97,6 +104,7 @@ class Engine:
             expires_at: `time.monotonic()` after which the work must not begin.
             settle: Called on the event loop's thread when the work has ended or was dropped, before this returns;
                 with True if the work succeeded and its caller still waits. Called, too, when the queue is full.
+            connection: What carries one call of the caller's after the other; None if nothing does.
 
         Raises:
             ResourceExhaustedError: The queue is full.
@@ -108,6 +116,11 @@ class Engine:
             settle(False)
             message = f"The queue is full: queue_depth_max={self._queue_depth_max} calls wait for the engine."
             raise ResourceExhaustedError("QUEUE_FULL", message, retry_delay_s=QUEUE_FULL_RETRY_S)
+        if connection is not None and isinstance(work, Joinable):
+            kind, now_ns = work.kind, time.monotonic_ns()
+            is_brief = self._brevity.is_brief(kind, connection, now_ns) and now_ns < expires_at * 1e9
+            if is_brief and not self._depth and not self._stopping:
+                return self._run_here(work, kind, settle)
         return await self._put(work, settle, expires_at, lane)
 
     def post(self, work: Callable[[], None], settle: Callable[[bool], None], *, lane: str = "") -> None:
@@ -151,6 +164,20 @@ class Engine:
         self._queue.put(_Job(work, settle, expires_at, lane, future))
         return future
 
+    def _run_here(self, work: Joinable[T], kind: Hashable, settle: Callable[[bool], None]) -> Ran[T]:
+        started_ns = time.monotonic_ns()
+        try:
+            value = work.run()
+        except BaseException:
+            self._metrics.ran([0], time.monotonic_ns() - started_ns)
+            settle(False)
+            raise
+        ended_ns = time.monotonic_ns()
+        self._brevity.note(kind, ended_ns - started_ns)
+        self._metrics.ran([0], ended_ns - started_ns)
+        settle(True)
+        return Ran(value, 0, ended_ns)
+
     def _serve(self) -> None:
         while self._fill():
             for outcome in self._carry_out(self._lanes.take()):
@@ -181,6 +208,7 @@ class Engine:
         live = [i for i in range(len(jobs)) if i not in outcomes]
         outcomes.update(zip(live, _results([jobs[i].work for i in live]), strict=True))
         ended_at_ns = time.monotonic_ns()
+        jobs[0].took_ns = ended_at_ns - started_at_ns if len(live) == len(jobs) == 1 else None
         self._metrics.ran([started_at_ns - jobs[i].queued_at_ns for i in live], ended_at_ns - started_at_ns)
         finished = []
         for i, job in enumerate(jobs):
@@ -193,6 +221,8 @@ class Engine:
         self._depth -= 1
         if not self._depth:
             self._idle.set()
+        if error is None and job.took_ns is not None and isinstance(job.work, Joinable):
+            self._brevity.note(job.work.kind, job.took_ns)
         waited_for = not job.future.cancelled()
         job.settle(error is None and waited_for)
         if not waited_for:

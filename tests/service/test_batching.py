@@ -17,6 +17,8 @@ from tests.support.server import attnd_server
 
 
 class Call(Joinable):
+    kind = 0
+
     def __init__(self, place, kind=0):
         self._place, self.kind = place, kind
 
