@@ -7,12 +7,12 @@ import numpy as np
 
 from attnd.kernels import validation
 from attnd.kernels.contract import Layout
-from attnd.service import decode, encode, plans, session
+from attnd.service import decode, encode, plans
 from attnd.service.attending import AttentionCall
 from attnd.service.caches import Cache, CacheRegistry
 from attnd.service.dispatch import Caller, Receive, Reply, Send
 from attnd.service.engine import Engine
-from attnd.service.session import Session
+from attnd.service.session import Handlers, Plans, Session
 from attnd.v1 import attention_pb2 as pb
 
 
@@ -23,6 +23,15 @@ class AttentionHandlers:
         self._caches = caches
         self._engine = engine
         self._sessions: set[Session] = set()
+        self._conversation = Handlers(
+            whole={
+                "ragged_paged_attention": self.ragged_paged_attention,
+                "paged_attention": self.paged_attention,
+                "attend": self.attend,
+            },
+            plan={"ragged_paged_attention": self._plan_ragged, "attend": self._plan_sequences},
+            planned=self._planned,
+        )
 
     async def ragged_paged_attention(self, request: pb.RaggedPagedAttentionRequest, caller: Caller) -> Reply:
         """Attends over pages of the client's, as JAX's `ragged_paged_attention` does."""
@@ -57,21 +66,16 @@ class AttentionHandlers:
 
     async def session(self, receive: Receive, send: Send, caller: Caller) -> None:
         """Serves a stream of calls."""
-        handlers = session.Handlers(
-            whole={
-                "ragged_paged_attention": self.ragged_paged_attention,
-                "paged_attention": self.paged_attention,
-                "attend": self.attend,
-            },
-            plan={"ragged_paged_attention": self._plan_ragged, "attend": self._plan_sequences},
-            planned=self._planned,
-        )
-        opened = Session(handlers, send, caller)
+        opened = Session(self._conversation, send, caller)
         self._sessions.add(opened)
         try:
             await opened.run(receive)
         finally:
             self._sessions.discard(opened)
+
+    def new_plans(self) -> Plans:
+        """Returns the plans of a caller who has made none yet."""
+        return Plans(self._conversation)
 
     def end_sessions(self) -> None:
         """Ends open sessions once they have answered what they have read: an idle one would never end by itself."""
@@ -96,7 +100,13 @@ class AttentionHandlers:
     ) -> Reply:
         validate_ns = time.monotonic_ns() - caller.received_at_ns
         await call.room()
-        ran = await self._engine.run(call, lane=call.cache.tenant, expires_at=caller.expires_at, settle=call.settle)
+        ran = await self._engine.run(
+            call,
+            lane=call.cache.tenant,
+            expires_at=caller.expires_at,
+            settle=call.settle,
+            connection=caller.connection,
+        )
         return encode.attended(response_class, ran, call.cache.implementation.name, validate_ns)
 
 

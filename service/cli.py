@@ -81,6 +81,13 @@ def serve(
     tls_client_ca: Annotated[
         Path | None, typer.Option(envvar="ATTND_TLS_CLIENT_CA", help="PEM authorities; clients need a certificate.")
     ] = None,
+    local_socket_path: Annotated[
+        Path | None,
+        typer.Option("--local-socket", envvar="ATTND_LOCAL_SOCKET", help="Unix socket for clients on this host."),
+    ] = None,
+    no_local_socket: Annotated[
+        bool, typer.Option("--no-local-socket", envvar="ATTND_NO_LOCAL_SOCKET", help="Serve over gRPC only.")
+    ] = False,
     log_level: Annotated[str, typer.Option(envvar="ATTND_LOG_LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Serves attention until SIGTERM or SIGINT.
@@ -96,6 +103,8 @@ def serve(
             host=host,
             port=port,
             tls=_tls(tls_cert, tls_key, tls_client_ca),
+            local_socket=not no_local_socket,
+            local_socket_path=local_socket_path,
             implementation=implementation,
             warm_up=warm_up,
             cache_bytes_max=cache_bytes_max,

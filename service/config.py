@@ -1,5 +1,6 @@
 """What an operator decides, with its defaults. The only place that looks at the machine."""
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,9 @@ class ServerConfig:
         host: Address to listen on. Loopback by default: whoever reaches the port can read every cache.
         port: TCP port; 0 picks a free one.
         tls: TLS files; None serves plaintext.
+        local_socket: Whether clients of the same user on this host may use a unix socket, which is faster. Clients that
+            are told apart by certificates have none.
+        local_socket_path: Where it is; None for a place of its own below the directory for temporary files.
         implementation: Name of the kernels' implementation, or "auto".
         warm_up: Whether the first call of a kind compiles every program that calls like it can need, so that no
             later one waits; otherwise each program is compiled when it is first needed.
@@ -63,6 +67,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 50051
     tls: TlsConfig | None = None
+    local_socket: bool = True
+    local_socket_path: Path | None = None
     implementation: str = "auto"
     warm_up: bool = True
     cache_bytes_max: int | None = None
@@ -106,6 +112,11 @@ class ServerConfig:
         """Host and port as gRPC takes them."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+    @property
+    def temporary_directory(self) -> Path:
+        """Where this machine keeps files that need not last."""
+        return Path(tempfile.gettempdir())
 
     @property
     def cache_memory_bytes(self) -> int:

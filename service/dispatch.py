@@ -5,7 +5,7 @@ exception has become a `google.rpc.Status` by then.
 """
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -34,12 +34,16 @@ class Caller:
         expires_at: `time.monotonic()` at which its deadline passes; infinite if it has none.
         received_at_ns: `time.monotonic_ns()` at which its message had been received.
         tenant: Who calls: the common name of the client's certificate, or what the call says where there is none.
+        fetch: Returns elements that lie in memory which the connection shares; None if it shares none.
+        connection: What the call came by, if that carries one call after the other.
     """
 
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     expires_at: float
     received_at_ns: int
     tenant: str
+    fetch: envelope.Fetch | None = None
+    connection: Hashable = None
 
     def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Caller":
         """Returns the same with these arrays besides those that it has."""
@@ -50,6 +54,8 @@ class Caller:
             expires_at=self.expires_at,
             received_at_ns=self.received_at_ns,
             tenant=self.tenant,
+            fetch=self.fetch,
+            connection=self.connection,
         )
 
 
@@ -155,7 +161,7 @@ class Dispatcher:
             for method in service.methods
         }
 
-    async def answer(self, path: str, message: bytes, caller: Caller) -> Reply | status_pb2.Status:
+    async def answer(self, path: str, message: bytes | memoryview, caller: Caller) -> Reply | status_pb2.Status:
         """Answers a unary call."""
         endpoint = self._endpoints[path]
         try:
@@ -195,8 +201,8 @@ class Dispatcher:
         return None
 
 
-def _read(message: bytes, kind: type[Message], caller: Caller) -> tuple[Message, Caller]:
-    request, arrays = envelope.unpack(message, kind)
+def _read(message: bytes | memoryview, kind: type[Message], caller: Caller) -> tuple[Message, Caller]:
+    request, arrays = envelope.unpack(message, kind, caller.fetch)
     return request, caller.with_arrays(arrays)
 
 

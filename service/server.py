@@ -14,7 +14,7 @@ import jax
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from attnd.service import tls
+from attnd.service import local_socket, tls
 from attnd.service.attention_service import AttentionHandlers
 from attnd.service.cache_service import CacheHandlers
 from attnd.service.caches import CacheRegistry
@@ -22,6 +22,7 @@ from attnd.service.config import ConfigError, ServerConfig
 from attnd.service.dispatch import Dispatcher
 from attnd.service.engine import Engine
 from attnd.service.files import Files, FolderLock
+from attnd.service.local_connection import Services
 from attnd.service.metrics import Metrics
 from attnd.service.persistence import Persistence
 from attnd.service.rpc import generic_handlers
@@ -83,13 +84,17 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
         lock = FolderLock(config.data_dir)
         persistence = Persistence(config.data_dir, Files(), caches, engine, world)
     attention = AttentionHandlers(caches, engine)
+    listener = local_socket.listen(config)
     services = {
         attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: attention,
         cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine, world, persistence),
-        server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(config, caches, engine, metrics),
+        server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(
+            config, caches, engine, metrics, listener
+        ),
     }
     server = grpc.aio.server(options=_OPTIONS)
-    server.add_generic_rpc_handlers(generic_handlers(Dispatcher(services)))
+    dispatcher = Dispatcher(services)
+    server.add_generic_rpc_handlers(generic_handlers(dispatcher))
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = [service.full_name for service in services]
@@ -104,6 +109,7 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
         except OSError as error:
             raise ConfigError(f"The data directory {config.data_dir} cannot be read: {error.strerror}.") from error
     await server.start()
+    front = _serve_locally(listener, dispatcher, attention)
     own = [asyncio.create_task(_sweep(caches))]
     if persistence is not None and config.save_interval_s is not None:
         own.append(asyncio.create_task(persistence.save_every(config.save_interval_s)))
@@ -115,7 +121,7 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     finally:
         await health_servicer.enter_graceful_shutdown()
         attention.end_sessions()
-        await server.stop(config.grace_s)
+        await asyncio.gather(*[each.stop(config.grace_s) for each in (server, front) if each is not None])
         for task in own:
             task.cancel()
         if persistence is not None:
@@ -153,6 +159,15 @@ async def _sweep(caches: CacheRegistry) -> None:
             caches.sweep()
         except Exception:
             _log.exception("a sweep failed; the next one tries again")
+
+
+def _serve_locally(
+    listener: local_socket.Listener | None, dispatcher: Dispatcher, attention: AttentionHandlers
+) -> local_socket.LocalFront | None:
+    if listener is None:
+        return None
+    services = Services(dispatcher=dispatcher, new_plans=attention.new_plans, token=listener.token)
+    return local_socket.LocalFront(listener, services)
 
 
 def _serve_metrics(metrics: Metrics, host: str, port: int) -> None:

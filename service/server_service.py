@@ -11,6 +11,7 @@ from attnd.service.caches import CacheRegistry
 from attnd.service.config import ServerConfig
 from attnd.service.dispatch import Caller
 from attnd.service.engine import Engine
+from attnd.service.local_socket import Listener
 from attnd.service.metrics import Metrics
 from attnd.service.sequences import SEQUENCES_MAX
 from attnd.v1 import limits
@@ -20,11 +21,19 @@ from attnd.v1 import server_pb2 as pb
 class ServerHandlers:
     """Handlers of attnd.v1.ServerService."""
 
-    def __init__(self, config: ServerConfig, caches: CacheRegistry, engine: Engine, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        caches: CacheRegistry,
+        engine: Engine,
+        metrics: Metrics,
+        listener: Listener | None,
+    ) -> None:
         self._config = config
         self._caches = caches
         self._engine = engine
         self._metrics = metrics
+        self._local_socket = None if listener is None else listener.offer
         self._started_at = time.monotonic()
         self._process = psutil.Process()
 
@@ -52,4 +61,5 @@ class ServerHandlers:
             num_calls=self._metrics.num_calls,
             num_batches=self._metrics.num_batches,
             uptime_s=time.monotonic() - self._started_at,
+            local_socket=self._local_socket,
         )

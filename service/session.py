@@ -100,6 +100,53 @@ class _Call:
         return self.given_up and self.task is not None and not self.task.uncancel()
 
 
+class Plans:
+    """Plans that a caller has made, and the calls that name them.
+
+    Args:
+        handlers: What makes plans, and answers calls.
+    """
+
+    def __init__(self, handlers: Handlers) -> None:
+        self._handlers = handlers
+        self._plans: dict[int, Step] = {}
+
+    def keep(self, message: envelope.Inner, caller: Caller) -> pb.PlanResponse:
+        """Makes a plan of a `PlanRequest`. It may push out older ones.
+
+        Raises:
+            InvalidArgumentError: The metadata is wrong.
+            DecodeError: The message cannot be read.
+        """
+        request, name, value = envelope.unpack_outer(message, pb.PlanRequest)
+        self._plans.pop(request.plan_id, None)
+        if not name:
+            raise InvalidArgumentError.of("plan.metadata", "metadata must be set.")
+        step = self._handlers.plan[name](*_unpack(value, _CALLS[name], caller))
+        while self._plans and (
+            len(self._plans) >= PLANS_MAX
+            or sum(each.size_bytes for each in self._plans.values()) + step.size_bytes > PLANS_BYTES_MAX
+        ):
+            del self._plans[next(iter(self._plans))]  # the oldest
+        self._plans[request.plan_id] = step
+        return pb.PlanResponse(plan_id=request.plan_id)
+
+    async def answer(self, message: envelope.Inner, caller: Caller) -> tuple[str, Reply]:
+        """Answers a `PlannedAttendRequest`, and says in which field of `SessionResponse`.
+
+        Raises:
+            FailedPreconditionError: There is no such plan.
+            DecodeError: The message cannot be read.
+        """
+        request, caller = _unpack(message, pb.PlannedAttendRequest, caller)
+        try:
+            step = self._plans[request.plan_id]
+        except KeyError:
+            text = f"There is no plan {request.plan_id}: it was refused, or newer ones have taken its place."
+            raise FailedPreconditionError("PLAN_NOT_FOUND", text) from None
+        return await self._handlers.planned(step, request, caller)
+
+
 class Session:
     """One session, whatever carries it.
 
@@ -113,7 +160,7 @@ class Session:
         self._handlers = handlers
         self._send = send
         self._caller = caller
-        self._plans: dict[int, Step] = {}
+        self._plans = Plans(handlers)
         self._open: dict[int, _Call] = {}
         self._num_calls = 0
         self._size_bytes = 0
@@ -260,37 +307,15 @@ class Session:
             raise InvalidArgumentError.of("timeout_s", message)
         match call.name:
             case "planned":
-                request, caller = _unpack(call.value, pb.PlannedAttendRequest, call.caller)
-                return await self._handlers.planned(self._plan(request.plan_id), request, caller)
+                return await self._plans.answer(call.value, call.caller)
             case "plan":
-                return call.name, Reply(self._keep_plan(call))
+                return call.name, Reply(self._plans.keep(call.value, call.caller))
             case "":
                 raise InvalidArgumentError.of("call", "call must be set.")
             case name:
                 return name, await self._handlers.whole[name](*_unpack(call.value, _CALLS[name], call.caller))
 
-    def _plan(self, plan_id: int) -> Step:
-        try:
-            return self._plans[plan_id]
-        except KeyError:
-            message = f"The session has no plan {plan_id}: it was refused, or newer ones have taken its place."
-            raise FailedPreconditionError("PLAN_NOT_FOUND", message) from None
-
-    def _keep_plan(self, call: _Call) -> pb.PlanResponse:
-        request, name, value = envelope.unpack_outer(call.value, pb.PlanRequest)
-        self._plans.pop(request.plan_id, None)
-        if not name:
-            raise InvalidArgumentError.of("plan.metadata", "metadata must be set.")
-        step = self._handlers.plan[name](*_unpack(value, _CALLS[name], call.caller))
-        while self._plans and (
-            len(self._plans) >= PLANS_MAX
-            or sum(each.size_bytes for each in self._plans.values()) + step.size_bytes > PLANS_BYTES_MAX
-        ):
-            del self._plans[next(iter(self._plans))]  # the oldest
-        self._plans[request.plan_id] = step
-        return pb.PlanResponse(plan_id=request.plan_id)
-
 
 def _unpack(value: envelope.Inner, kind: type[Message], caller: Caller) -> tuple[Any, Caller]:
-    request, arrays = envelope.unpack(value, kind)
+    request, arrays = envelope.unpack(value, kind, caller.fetch)
     return request, caller.with_arrays(arrays)
