@@ -29,7 +29,12 @@ class AsyncExecutor:
 
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
-        self._transport: AsyncTransport = AsyncSessionTransport(self.core, AsyncUnaryTransport(self.core))
+        unary = AsyncUnaryTransport(self.core)
+        self._transport: AsyncTransport = AsyncSessionTransport(self.core, unary)
+        if settings.looks_for_local_socket:
+            from attnd.client._local_aio import AsyncLocalTransport  # noqa: PLC0415 - Linux only
+
+            self._transport = AsyncLocalTransport(self.core, self._transport, unary)
 
     async def run(self, call: Call[AnswerT], started_ns: int) -> AnswerT:
         """Runs one call."""
@@ -172,6 +177,8 @@ class AsyncClient:
             A-Z a-z 0-9 . _ -.
         metadata: Pairs to send with every call, such as an authorization.
         on_call: Told of every answered call by a `CallRecord`, before the call returns.
+        local: Whether to look for the server's unix socket when the address is one of this host. False: all calls go
+            over gRPC.
 
     Raises:
         InvalidArgumentError: The address has no port, or the timeout is not a positive number.
@@ -186,6 +193,7 @@ class AsyncClient:
         tenant: str = "",
         metadata: Iterable[tuple[str, str | bytes]] = (),
         on_call: Callable[[CallRecord], object] | None = None,
+        local: bool = True,
     ) -> None:
         self._executor = AsyncExecutor(
             Settings(
@@ -194,6 +202,7 @@ class AsyncClient:
                 credentials=credentials,
                 metadata=(*tenant_metadata(tenant), *metadata),
                 on_call=on_call,
+                local=local,
             )
         )
 

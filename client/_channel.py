@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,7 @@ from attnd.v1.limits import KEEPALIVE_INTERVAL_MS, MESSAGE_BYTES_MAX, TENANT_KEY
 
 # gRPC takes port 443 for an address without one, and "http" for the name of a host.
 _ADDRESS: Final = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6|xds):\S+|(\[[^\[\]\s]+\]|[^:/\s]+):\d{1,5}")
+_LOCAL_ADDRESS: Final = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\]):\d+|unix(-abstract)?:\S+")
 _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _PING_TIMEOUT_MS: Final = 10_000
 
@@ -43,6 +45,7 @@ class Settings:
         credentials: TLS credentials; None: plain text.
         metadata: Sent with every call.
         on_call: Told of every answered call.
+        local: Whether the server's unix socket may be used.
 
     Raises:
         InvalidArgumentError: The address has no port, or the timeout is not a positive number.
@@ -53,6 +56,7 @@ class Settings:
     credentials: grpc.ChannelCredentials | None
     metadata: tuple[tuple[str, str | bytes], ...]
     on_call: Callable[[CallRecord], object] | None
+    local: bool
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not _ADDRESS.fullmatch(self.address):
@@ -60,6 +64,11 @@ class Settings:
                 "address", f"address={self.address!r} must be HOST:PORT, such as 127.0.0.1:50051."
             )
         check_timeout(self.timeout_s)
+
+    @property
+    def looks_for_local_socket(self) -> bool:
+        """Whether to ask the server for its unix socket: its address can only be on this host."""
+        return self.local and sys.platform == "linux" and _LOCAL_ADDRESS.fullmatch(self.address) is not None
 
 
 def tenant_metadata(tenant: str) -> tuple[tuple[str, str], ...]:

@@ -74,14 +74,15 @@ def counts_array(value: npt.ArrayLike, field: str) -> np.ndarray:
 
 
 def owned(arrays: Mapping[str, np.ndarray], field: str) -> np.ndarray:
-    """Returns an array of an answer, writable and owning its memory.
+    """Returns an array of an answer, writable and nobody else's.
 
     Raises:
         InternalError: The answer lacks it.
     """
     if field not in arrays:
         raise InternalError(f"The answer lacks {field}.", reason="ANSWER_MALFORMED")
-    return arrays[field].copy()
+    array = arrays[field]
+    return array if array.flags.writeable else array.copy()
 
 
 def dtype_name(dtype: npt.DTypeLike) -> str:

@@ -29,6 +29,10 @@ class Executor:
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
         self._transport: Transport = SessionTransport(self.core, UnaryTransport(self.core))
+        if settings.looks_for_local_socket:
+            from attnd.client._local_sync import LocalTransport  # noqa: PLC0415 - Linux only
+
+            self._transport = LocalTransport(self.core, self._transport)
 
     def run(self, call: Call[AnswerT], started_ns: int) -> AnswerT:
         """Runs one call."""
@@ -156,7 +160,8 @@ class Client:
     """A connection to an attnd server. Threads may share it; it does not survive a fork.
 
     Nothing is sent before the first call, and only layers of steps are repeated, when their session breaks: they write
-    the same to the same place.
+    the same to the same place. On the server's own host calls travel over its unix socket; when that breaks, what can
+    be repeated goes over gRPC.
 
     Args:
         address: `HOST:PORT`, or a gRPC target such as `unix:/run/attnd.sock`.
@@ -166,6 +171,8 @@ class Client:
             A-Z a-z 0-9 . _ -.
         metadata: Pairs to send with every call, such as an authorization.
         on_call: Told of every answered call by a `CallRecord`, before the call returns.
+        local: Whether to look for the server's unix socket when the address is one of this host. False: all calls go
+            over gRPC.
 
     Raises:
         InvalidArgumentError: The address has no port, or the timeout is not a positive number.
@@ -180,6 +187,7 @@ class Client:
         tenant: str = "",
         metadata: Iterable[tuple[str, str | bytes]] = (),
         on_call: Callable[[CallRecord], object] | None = None,
+        local: bool = True,
     ) -> None:
         self._executor = Executor(
             Settings(
@@ -188,6 +196,7 @@ class Client:
                 credentials=credentials,
                 metadata=(*tenant_metadata(tenant), *metadata),
                 on_call=on_call,
+                local=local,
             )
         )
 

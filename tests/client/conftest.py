@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ NAMES = itertools.count()
 class Driver:
     """Makes clients of one kind, and finishes their calls: `run(client.server_info())` is the answer of either."""
 
-    def __init__(self, kind: type[Client] | type[AsyncClient], runner: asyncio.Runner) -> None:
+    def __init__(self, kind: type[Client] | type[AsyncClient], runner: asyncio.Runner, *, local: bool) -> None:
         self.kind = kind
+        self.local = local
         self._runner = runner
         self._clients: list[Client | AsyncClient] = []
 
     def client(self, address: str, **options: Any) -> Any:
-        self._clients.append(self.kind(address, **options))
+        self._clients.append(self.kind(address, **{"local": self.local, **options}))
         return self._clients[-1]
 
     def __call__(self, answer: Any) -> Any:
@@ -43,12 +45,24 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
-@pytest.fixture(params=[Client, AsyncClient], ids=["blocking", "awaiting"])
-def run(request: pytest.FixtureRequest) -> Iterator[Driver]:
+KINDS = {"blocking": (Client, False), "awaiting": (AsyncClient, False)}
+LOCAL_KINDS = {"blocking-local": (Client, True), "awaiting-local": (AsyncClient, True)}
+
+
+@contextmanager
+def driving(kind: type[Client] | type[AsyncClient], local: bool) -> Iterator[Driver]:
+    """Makes the driver of one kind of clients, and closes them afterwards."""
     with asyncio.Runner() as runner:
-        driver = Driver(request.param, runner)
+        driver = Driver(kind, runner, local=local)
         yield driver
         driver.close()
+
+
+@pytest.fixture(params=(KINDS | LOCAL_KINDS).values(), ids=KINDS | LOCAL_KINDS)
+def run(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """Both clients over gRPC, and both over the local socket."""
+    with driving(*request.param) as driver:
+        yield driver
 
 
 @pytest.fixture

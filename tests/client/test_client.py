@@ -300,7 +300,7 @@ def test_a_call_whose_answer_is_lost_is_not_repeated(run: Driver, server):
     sizes = {"num_layers": 1, "num_pages": 4, "page_size": 8, "num_kv_heads": 1, "head_dim": 16, "dtype": "float32"}
     with Client(server.address) as direct, cutting_proxy(server.address) as (address, cut):
         cache = direct.create_cache("lost-answer", **sizes, pages_by="server")
-        indirect = run(run.client(address).get_cache("lost-answer"))
+        indirect = run(run.client(address, local=False).get_cache("lost-answer"))
         cut.set()
         with pytest.raises(sdk.UnavailableError):
             run(indirect.create_sequences(1))

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -22,11 +23,19 @@ from attnd.service.attention_service import AttentionHandlers
 from attnd.service.config import ServerConfig
 from attnd.service.dispatch import unimplemented
 from tests.client.batches import CU_Q_LENS, KV_LENS, PAGE_INDICES, ragged
+from tests.client.conftest import KINDS, Driver, driving
 from tests.service.test_tls import self_signed
 from tests.support.server import attnd_server
 
 LAYERS = 32
 SIZES = {"num_pages": 16, "page_size": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def run(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """Over gRPC: the local socket has plans, but no sessions."""
+    with driving(*request.param) as driver:
+        yield driver
 
 
 @contextmanager
@@ -238,7 +247,7 @@ def test_a_late_layer_fails_alone(run, server, new_cache, normal):
 
 
 def test_threads_share_a_session(server):
-    with sdk.Client(server.address, timeout_s=60.0) as client:
+    with sdk.Client(server.address, local=False, timeout_s=60.0) as client:
         cache = client.create_cache("session-threads", **SIZES, num_layers=2, pages_by="server")
         q = np.ones((1, 4, 16), np.float32)
 
@@ -262,9 +271,9 @@ def test_threads_share_a_session(server):
 
 
 def test_closing_a_client_ends_the_layers_that_wait(server):
-    with sdk.Client(server.address) as other:
+    with sdk.Client(server.address, local=False) as other:
         cache = other.create_cache("closing", **SIZES, num_layers=1, pages_by="client")
-        client = sdk.Client(server.address)
+        client = sdk.Client(server.address, local=False)
         step = client.get_cache("closing").plan([1], [[3]], [0, 1], 1)
         q = np.ones((1, 4, 16), np.float32)
         step.attend(0, q)
@@ -290,7 +299,7 @@ def test_closing_a_client_ends_the_layers_that_wait(server):
 
 def test_a_cancelled_task_gives_its_layer_up_and_no_other(server, normal):
     async def main() -> None:
-        async with sdk.AsyncClient(server.address, timeout_s=60.0) as client:
+        async with sdk.AsyncClient(server.address, local=False, timeout_s=60.0) as client:
             cache = await client.create_cache("cancelled", **SIZES, num_layers=1, pages_by="client")
             step = await cache.plan([1], [[3]], [0, 1], 1)
             kv = np.full((1, 2, 16), 3, np.float32)
@@ -322,7 +331,7 @@ def test_the_public_stream_serves_where_grpc_has_no_other(server, normal, monkey
 
     monkeypatch.setattr(_pipe, "PolledPipe", refused)
     monkeypatch.setattr(_pipe, "QueuedPipe", Queued)
-    with breaking_proxy(server.address) as (address, cut), sdk.Client(address, timeout_s=60.0) as client:
+    with breaking_proxy(server.address) as (address, cut), sdk.Client(address, local=False, timeout_s=60.0) as client:
         cache = client.create_cache("queued", **SIZES, num_layers=1, pages_by="client")
         step = cache.plan([1], [[3]], [0, 1], 1)
         q, kv = normal(1, 4, 16), np.full((1, 2, 16), 3, np.float32)
