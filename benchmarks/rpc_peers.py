@@ -93,12 +93,13 @@ def attnd_drive(address: str, way: str) -> None:
 
     Args:
         address: The server.
-        way: "session" for layers of a planned step, "unary" for calls of their own.
+        way: "session" for layers of a planned step, "local" for those over the local socket, "unary" for calls of
+            their own.
     """
     from attnd.client import Client, keep_freed_memory  # noqa: PLC0415 - the naive peers must not meet what it sets up
 
     keep_freed_memory()
-    with Client(address, timeout_s=300) as client:
+    with Client(address, timeout_s=300, local=way == "local") as client:
 
         def prepare(size: int) -> Callable[[], object]:
             rows, heads, head_dim = Q_SHAPES[size]
@@ -117,6 +118,7 @@ def attnd_drive(address: str, way: str) -> None:
             plan = cache.plan(*metadata)
             calls: dict[str, Callable[[], Any]] = {
                 "session": lambda: plan.attend(0, q),
+                "local": lambda: plan.attend(0, q),
                 "unary": lambda: cache.ragged_paged_attention(0, q, *metadata),
             }
             if not np.array_equal(calls[way](), q):
@@ -131,7 +133,7 @@ def step_drive(address: str, way: str) -> None:
     from attnd.client import Client, keep_freed_memory  # noqa: PLC0415
 
     keep_freed_memory()
-    with Client(address, timeout_s=300) as client:
+    with Client(address, timeout_s=300, local=False) as client:
 
         def prepare(size: int) -> Callable[[], object]:
             rows, pages = STEP_SHAPE

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
 from attnd.client import AttndError, Client, keep_freed_memory
 
@@ -15,8 +16,11 @@ from .generate import Conversation, generate
 from .llama import Llama
 from .model_file import ModelFile, ModelFileError, installed_model_path
 from .report import Figures
-from .server import OwnServer, ServerError, share_cores
+from .server import LOOPBACK, OwnServer, ServerError, share_cores
 from .terminal import ManyAnswers, OneAnswer
+
+if TYPE_CHECKING:
+    from .in_process import InProcessAttention
 
 DEFAULT_PROMPT = "What is gravity?"
 TIMEOUT_S = 60.0  # of one call
@@ -29,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     questions = ([options.prompt] if options.prompt is not None else []) + options.chat or [DEFAULT_PROMPT]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that our own server is stopped, too
     try:
-        _answer(questions, tokens_max=options.tokens, address=options.address)
+        _answer(questions, tokens_max=options.tokens, address=options.address, in_process=options.in_process)
     except (ModelFileError, ServerError, AttndError) as error:
         _say(f"error: {error}")
         return 1
@@ -41,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _answer(questions: Sequence[str], *, tokens_max: int, address: str | None) -> None:
+def _answer(questions: Sequence[str], *, tokens_max: int, address: str | None, in_process: bool) -> None:
     with ExitStack() as stack:
-        if address is None:
+        if address is None and not in_process:
             _say("starting an attnd server (--address HOST:PORT takes a running one)")
             own_server = stack.enter_context(OwnServer())
         _say("reading the model")
@@ -51,15 +55,19 @@ def _answer(questions: Sequence[str], *, tokens_max: int, address: str | None) -
         tokenizer, model = ChatTokenizer(file.vocabulary()), Llama(file)
         conversations = [_conversation(question, tokenizer, model, tokens_max) for question in questions]
 
-        if address is None:
-            _say("waiting for the server")
-            address = own_server.address()
-        stack.enter_context(share_cores(address))
         figures = Figures()
-        client = stack.enter_context(Client(address, timeout_s=TIMEOUT_S, on_call=figures.add_call))
-        _say(f"creating a cache on {address}: the server compiles its kernels")
         num_pages = num_pages_needed([len(each.prompt_ids) + tokens_max for each in conversations])
-        attention = stack.enter_context(closing(ServedAttention(client, model.config, num_pages=num_pages)))
+        attention: ServedAttention | InProcessAttention
+        if in_process:
+            attention = _in_process(stack, model, num_pages)
+        else:
+            if address is None:
+                _say("waiting for the server")
+                address = own_server.address()
+            stack.enter_context(share_cores(address))
+            client = stack.enter_context(Client(address, timeout_s=TIMEOUT_S, on_call=figures.add_call))
+            _say(f"creating a cache on {address}: the server compiles its kernels")
+            attention = stack.enter_context(closing(ServedAttention(client, model.config, num_pages=num_pages)))
 
         _say("generating")
         with closing(ManyAnswers(questions) if len(questions) > 1 else OneAnswer()) as display:
@@ -72,6 +80,14 @@ def _answer(questions: Sequence[str], *, tokens_max: int, address: str | None) -
                         display.finish(index)
         for line in figures.lines(num_pages=attention.num_pages_peak, cache=attention.cache):
             _say(line)
+
+
+def _in_process(stack: ExitStack, model: Llama, num_pages: int) -> "InProcessAttention":
+    from .in_process import InProcessAttention  # noqa: PLC0415 - imports jax, which a client does without
+
+    stack.enter_context(share_cores(LOOPBACK))  # as beside a server: what is compared is the way to attention
+    _say("compiling the kernels")
+    return InProcessAttention(model.config, num_pages=num_pages)
 
 
 def _conversation(question: str, tokenizer: ChatTokenizer, model: Llama, tokens_max: int) -> Conversation:
@@ -93,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         "--chat", metavar="TEXT", action="append", default=[], help="a question; several are answered in one batch"
     )
     parser.add_argument("--tokens", metavar="N", type=_positive, default=64, help="longest answer (default: 64)")
-    parser.add_argument("--address", metavar="HOST:PORT", help="a running server (default: one of our own)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--address", metavar="HOST:PORT", help="a running server (default: one of our own)")
+    where.add_argument("--in-process", action="store_true", help="no server: its kernels run here, to compare with")
     return parser
 
 

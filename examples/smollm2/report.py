@@ -2,10 +2,31 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-from attnd.client import CacheInfo, CallRecord
+from attnd.client import CallRecord
 
 from .generate import Generated
+
+
+class CacheShape(Protocol):
+    """What the figures need to know of a cache."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each layer."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +66,7 @@ class Figures:
         self.server_s += (record.timings.total_ns - record.timings.kernel_ns) / 1e9
         self.wire_s += record.wire_ns / 1e9
 
-    def lines(self, *, num_pages: int, cache: CacheInfo) -> Iterator[str]:
+    def lines(self, *, num_pages: int, cache: CacheShape) -> Iterator[str]:
         """Returns the figures as text.
 
         Args:

@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_limits
 
 _READY = "attnd serving on "
 _STOP_TIMEOUT_S = 10.0
+LOOPBACK = "127.0.0.1:0"
 _LOOPBACK = {"127.0.0.1", "localhost", "[::1]"}
 
 

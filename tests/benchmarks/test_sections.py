@@ -9,7 +9,7 @@ import pytest
 from attnd.kernels.contract import Attended
 from attnd.kernels.reference import Reference
 from benchmarks import __main__ as command
-from benchmarks import append, batching, memory, native, processes, report, rpc, rpc_peers
+from benchmarks import append, batching, demo, memory, native, processes, report, rpc, rpc_peers
 
 
 def labels(section):
@@ -108,3 +108,11 @@ def test_command_refuses_an_unknown_section(capsys):
     with pytest.raises(SystemExit):
         command.main(["attention", "typo"])
     assert "unknown section typo" in capsys.readouterr().err
+
+
+def test_demo_runs_every_way_to_the_kernels_in_turn():
+    section = demo.run(0, tokens=3)
+    assert [figure.label for figure in section.figures] == [
+        "SmolLM2, time per token: attnd, local socket, relative to the same kernels in process",
+        "SmolLM2, time per token: attnd, gRPC session, relative to the same kernels in process",
+    ]

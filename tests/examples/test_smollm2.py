@@ -17,6 +17,7 @@ from attnd.client import Client
 from examples.smollm2.attention import Attention, ServedAttention, num_pages_needed
 from examples.smollm2.chat import ChatTokenizer
 from examples.smollm2.generate import Conversation, generate
+from examples.smollm2.in_process import InProcessAttention
 from examples.smollm2.llama import Llama
 from examples.smollm2.model_file import DISTRIBUTION, ModelFile, ModelFileError, installed_model_path
 from examples.smollm2.server import OwnServer, share_cores
@@ -198,6 +199,13 @@ def test_gives_the_tokens_of_transformers_through_a_server(
     assert served.num_pages_peak == -(-num_held // PAGE_SIZE)
 
 
+def test_gives_the_tokens_of_transformers_by_the_kernels_alone(model: Llama, tokenizer: ChatTokenizer) -> None:
+    questions = (SKY, SUM, GRAVITY)
+    attention = InProcessAttention(model.config, num_pages=num_pages_needed([200] * len(questions)))
+    answered = answers(model, attention, [conversation(question, tokenizer) for question in questions])
+    assert answered == [CASES[question]["answer_ids"] for question in questions]
+
+
 def test_gives_each_of_several_conversations_the_tokens_it_gets_alone(
     model: Llama, tokenizer: ChatTokenizer, served: ServedAttention
 ) -> None:
@@ -225,6 +233,12 @@ def test_prints_one_answer_to_stdout_and_figures_to_stderr(address: str, client:
     assert re.search(r"attention kernel \d+%, rest of the server \d+%, wire \d+%", done.stderr)
     assert "pages: 3 of 64 in each of 30 layers" in done.stderr
     assert client.list_caches() == []
+
+
+def test_prints_the_same_answer_without_a_server() -> None:
+    done = run("--prompt", GRAVITY, "--tokens", "8", "--in-process")
+    assert done.stdout == "Gravity is a fundamental concept in physics\n"
+    assert "pages: 3 of 64 in each of 30 layers" in done.stderr
 
 
 def test_prints_several_answers_each_in_one_piece(address: str, tokenizer: ChatTokenizer) -> None:
