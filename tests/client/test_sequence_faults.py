@@ -308,7 +308,7 @@ def test_an_append_whose_replies_are_lost_is_done_once(
     (sequence,) = cache.create_sequences(1)
     losses = Planned(*fates)
     with lossy_proxy(checking_server.address, losses) as address:
-        client = run.client(address, timeout_s=60.0)
+        client = run.client(address, timeout_s=60.0, local=False)
         held = run(client.get_cache("lost-replies"))
         losses.armed = True
         tokens = np.ones((3, 1, 4), np.float32)

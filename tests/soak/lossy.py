@@ -68,7 +68,7 @@ class Appender:
         for _ in range(TRIES_MAX):
             try:
                 if self._cache is None:
-                    self._client = sdk.Client(self._address, timeout_s=60.0)
+                    self._client = sdk.Client(self._address, timeout_s=60.0, local=False)
                     self._cache = self._client.get_cache(self._cache_name)
                 step = self._cache.step([self._cache.sequence(text.handle)], q_lens=[1], kv_lens=[len(text.q) + 1])
                 out = step.attend(0, q[np.newaxis], k[np.newaxis], v[np.newaxis])
