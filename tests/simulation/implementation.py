@@ -13,7 +13,7 @@ class SimulatedFault(Exception):
 
 
 class Faults:
-    """The step that fails next: "take", "table", "clear", "copy", "read", "before write" or "after write"."""
+    """The step that fails next: "take", "table", "clear", "copy", "read", "write", "before write", "after write"."""
 
     def __init__(self):
         self.armed, self.times = None, 0
@@ -59,6 +59,10 @@ class SimulatedImplementation(Reference):
     def read(self, pages, layer, page_indices):
         self._faults.strike("read")
         return super().read(pages, layer, page_indices)
+
+    def write(self, pages, layer, page_indices, kv_pages, scales=None):
+        self._faults.strike("write")
+        super().write(pages, layer, page_indices, kv_pages, scales)
 
     def attend(self, pages, layer, batch, q, *, k=None, v=None, options, hints):
         self._faults.strike("before write")

@@ -114,7 +114,8 @@ class KeptCache:
         returning: Pages on their way back.
         unclean: Pages that could not be cleaned.
         deleted: Whether it was deleted.
-        unwritten: Whether a restore has not written its pages yet.
+        deleting: Whether somebody has asked to delete it.
+        restored: The save that it comes from.
         touched: Whether something was done to it since it was checked.
     """
 
@@ -129,7 +130,8 @@ class KeptCache:
     returning: set[int] = field(default_factory=set)
     unclean: set[int] = field(default_factory=set)
     deleted: bool = False
-    unwritten: bool = False
+    deleting: bool = False
+    restored: "Save | None" = None
     touched: bool = True
 
     @property
@@ -178,11 +180,15 @@ class Save:
     Attributes:
         snapshot: The service's own.
         layers: For each of its sequences, the tokens of each layer.
-        pages: Keys and values of its pages, as they were read, by layer.
-        spec: The shape of its cache.
+        hit: Whether it was damaged on the disk.
     """
 
     snapshot: object
     layers: list[list[list[int]]]
-    pages: list[object] = field(default_factory=list)
-    spec: object = None
+    hit: bool = False
+
+    @property
+    def by_handle(self):
+        """The state and the tokens of each sequence."""
+        states = self.snapshot.sequences
+        return {state.handle: (state, layers) for state, layers in zip(states, self.layers, strict=True)}

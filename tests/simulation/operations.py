@@ -14,11 +14,11 @@ PROBES = (
     ("release_sequences", cache_pb2.ReleaseSequencesRequest, "sequences"),
     ("keep_alive", cache_pb2.KeepAliveRequest, "sequences"),
 )
-FAULTS = ("clear", "clear", "copy", "read", "before write", "before write", "after write")
+FAULTS = ("clear", "clear", "copy", "read", "write", "before write", "before write", "after write")
 WEIGHTS = {
     "attend": 32, "step": 8, "burst": 8, "repeat": 6, "create_sequences": 6, "fork": 9, "truncate": 8, "release": 6,
     "keep_alive": 2, "list_sequences": 1, "cancel": 6, "jump": 4, "sweep": 2, "create_cache": 1.5, "delete_cache": 1.2,
-    "save": 2, "save_of_sharers": 4, "restore": 3, "rewrite": 5, "speculate": 5, "probe": 1,
+    "save": 2, "save_of_sharers": 6, "restore": 3, "damage": 2, "rewrite": 5, "speculate": 5, "probe": 1,
 }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ class Operations(SaveOperations):
         if self.rng.random() < 0.2 and any(kept.save is not None for kept in self.world.caches):
             name = "rewrite"
         self.world.log.append(name)
-        if self.rng.random() < self.fault_rate:
+        if self.rng.random() < self.fault_rate / 2:
             self.world.faults.arm(self.rng.choice(["take", "table"]))
         getattr(self, name)()
         self.world.loop.step(self.rng.choice([1, 2, 5, 2**31]))
@@ -157,25 +157,21 @@ class Operations(SaveOperations):
             pages_by=cache_pb2.PAGES_BY_CLIENT if by_client else cache_pb2.PAGES_BY_SERVER,
         )
 
-        def opened(response):
-            cache = world.registry.by_id(response.cache.cache_id, tenant)
-            if not by_client:
-                world.opened(cache, tenant, spec.num_pages)
-
-        pending = world.ask("create_cache", world.handlers.create_cache(request, world.caller(tenant)), then=opened)
+        pending = world.ask("create_cache", world.handlers.create_cache(request, world.caller(tenant)))
         if rng.random() < 0.1:
             world.loop.step(1)
             world.cancel(pending)
         self.finish(pending)
 
     def delete_cache(self) -> None:
-        """Deletes a cache, whatever is at work on it."""
-        world = self.world
-        cache = self.rng.choice(world.registry.all())
+        """Deletes a cache, whatever is at work on it, with or without its saves."""
+        world, rng = self.world, self.rng
+        cache = rng.choice(world.registry.all())
         kept = next((kept for kept in world.caches if kept.cache is cache), None)
-        world.registry.delete(cache.cache_id, cache.tenant)
-        if kept is not None:
-            world.closed(kept)
+        if kept is None:  # its client manages the pages
+            world.registry.delete(cache.cache_id, cache.tenant)
+        else:
+            self.delete(kept, keep_saves=rng.random() < 0.5)
 
     def probe(self) -> None:
         """Asks for what is another tenant's, and for what never was: the answers are the same."""

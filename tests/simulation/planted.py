@@ -9,7 +9,7 @@ import numpy as np
 
 from attnd.kernels.contract import Attended, RaggedBatch
 from attnd.kernels.host_pages import HostPages
-from attnd.service import attending
+from attnd.service import attending, restoring
 from attnd.service import sequences as sequences_module
 from attnd.service.attending import AttentionCall
 from attnd.service.caches import CacheRegistry
@@ -205,6 +205,16 @@ def _a_restore_mixes_up_pages() -> Bug:
     return SequenceTable, "adopt", adopt
 
 
+def _a_damaged_page_is_restored() -> Bug:
+    real = restoring.decode
+
+    def decode(save_id, spec, file, data):
+        layers, whole = real(save_id, spec, file, data)
+        return layers, np.ones_like(whole)
+
+    return restoring, "decode", decode
+
+
 def _holes_are_accepted() -> Bug:
     return sequences_module, "require_held", lambda *_: None
 
@@ -352,6 +362,7 @@ BUGS = {
         _a_handle_is_used_again,
         _a_released_handle_is_still_found,
         _a_restore_mixes_up_pages,
+        _a_damaged_page_is_restored,
         _holes_are_accepted,
         _conflicts_are_merged,
         _a_fork_shares_tokens_of_calls_in_flight,

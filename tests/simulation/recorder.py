@@ -6,6 +6,7 @@ from attnd.kernels.errors import InvalidArgumentError
 from attnd.service.errors import DataLossError, FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from attnd.service.pages import PagePool
 from attnd.service.sequences import SEQUENCES_MAX
+from tests.simulation import checks
 from tests.simulation.model import Call, Kept, KeptCache, Save, require
 
 
@@ -206,27 +207,42 @@ class Recorder:
     # Saves.
 
     def seal(self):
-        snapshot = self._real("seal")
-        live = [each for each in self._kept.live.values() if not each.is_over(self._sim.now())]
-        require([each.handle for each in snapshot.sequences] == [each.handle for each in live], "a snapshot of others")
+        with self._sim.noting():
+            snapshot = self._real("seal")
+            live = [each for each in self._kept.live.values() if not each.is_over(self._sim.now())]
+            handles = [each.handle for each in live]
+            require([each.handle for each in snapshot.sequences] == handles, "a snapshot of others")
+            require(self._kept.save is None, "two saves at once")
         self._kept.save = Save(snapshot, [[tokens.copy() for tokens in each.layers] for each in live])
+        self._sim.lives.sealed(self._kept.save)
         return snapshot
 
     def unseal(self, snapshot):
-        save = self._kept.save
-        self._sim.check_snapshot(self._kept, save)
+        with self._sim.noting():
+            checks.check_snapshot(self._kept)
         self._kept.save = None
         self._real("unseal", snapshot)
 
     def adopt(self, snapshot):
-        new = self._real("adopt", snapshot)
-        save = self._sim.save_of(snapshot)
-        handles = [handle for handle in self._table._sequences if handle not in self._kept.by_handle]
-        require(len(handles) == len(save.layers), "a restore brought %d of %d", len(handles), len(save.layers))
-        for handle, state, layers in zip(handles, snapshot.sequences, save.layers, strict=True):
-            kept = self._add(handle, [tokens.copy() for tokens in layers], state.lease_s)
-            kept.damaged = state.damaged
-            require(kept.real.restored_from == state.handle, "a restored sequence has lost its name")
+        saved = self._kept.restored
+        with self._sim.noting():
+            try:
+                new = self._real("adopt", snapshot)
+            except ResourceExhaustedError:
+                room = min(self._table.num_free_pages, self._sim.room_for_pages(self._kept))
+                fits = len(snapshot.pages) <= room
+                fits = fits and len(snapshot.sequences) <= self._sim.room_for_sequences(self._kept)
+                require(not fits, "a restore was refused that fits")
+                raise
+            handles = [handle for handle in self._table._sequences if handle not in self._kept.by_handle]
+            require(len(handles) == len(snapshot.sequences), "a restore brought %d sequences", len(handles))
+            for handle, state in zip(handles, snapshot.sequences, strict=True):
+                before, layers = saved.by_handle[state.handle]
+                require(state.layer_lens.tolist() == [len(tokens) for tokens in layers], "a restore of another length")
+                require(state.damaged == before.damaged or saved.hit, "a whole save came back damaged")
+                kept = self._add(handle, [tokens.copy() for tokens in layers], state.lease_s)
+                kept.damaged = state.damaged
+                require(kept.real.restored_from == state.handle, "a restored sequence has lost its name")
         return new
 
     # Helpers.

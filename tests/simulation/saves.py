@@ -1,16 +1,9 @@
-"""Saves and restores, as the server does them: page by page, while calls go on."""
+"""Saves and restores by the server's own code, over a disk in memory, while calls go on."""
 
-from dataclasses import replace
-
-import numpy as np
-
-from attnd.service.caches import PagesBy
-from attnd.service.errors import ResourceExhaustedError
-from attnd.service.snapshots import Snapshot
 from attnd.v1 import cache_pb2
 from tests.simulation.calls import CallOperations
-from tests.simulation.model import KeptCache, Save, require
-from tests.simulation.world import TENANTS, Pending
+from tests.simulation.model import KeptCache
+from tests.simulation.world import Pending
 
 CACHES_MAX = 5
 
@@ -21,17 +14,21 @@ class SaveOperations(CallOperations):
     def save(self) -> None:
         """Begins to save a cache, and often changes what is being saved."""
         kept = self.cache()
-        if kept.save is None and not kept.unwritten:
-            self.world.ask("save", self._saving(kept), kept=kept)
-            self.world.loop.step()
+        self._save(kept)
         if self.rng.random() < 0.6:
             self.rewrite()
+
+    def _save(self, kept: KeptCache) -> None:
+        request = cache_pb2.SaveCacheRequest(cache_id=kept.cache.cache_id)
+        answers = self.world.handlers.save_cache(request, self.world.caller(kept.tenant))
+        self.world.ask("save", _last(answers), kept=kept)
+        self.world.loop.step()
 
     def save_of_sharers(self) -> None:
         """Saves while a fork holds fewer tokens of a page than its origin; then the origin goes, the fork goes on."""
         kept = self.cache()
         origin = kept.find(self.handle(kept))
-        if origin is None or kept.save is not None or kept.unwritten:
+        if origin is None or kept.save is not None:
             return
         fork = self.send("fork_sequence", cache_pb2.ForkSequenceRequest, kept, sequence=origin.handle)
         self.finish(fork)
@@ -41,76 +38,54 @@ class SaveOperations(CallOperations):
         length = max(0, max(child.lens) - self.rng.randint(1, 3))
         fields = {"sequence": child.handle, "length": length}
         self.finish(self.send("truncate_sequence", cache_pb2.TruncateSequenceRequest, kept, **fields))
-        self.world.ask("save", self._saving(kept), kept=kept)
-        self.world.loop.step()
+        self._save(kept)
         self.send("release_sequences", cache_pb2.ReleaseSequencesRequest, kept, sequences=[origin.handle])
         self.world.loop.step()
         self._step(kept, [child.handle])
 
-    async def _saving(self, kept: KeptCache) -> None:
-        if kept.save is not None or kept.deleted:
-            return
-        cache = kept.cache
-        snapshot = kept.table.seal()
-        save = kept.save
-        try:
-            for page in snapshot.pages[:, np.newaxis]:
-                ran = await self.world.engine.run(
-                    lambda page=page: [
-                        cache.implementation.read(cache.pages, layer, page) for layer in range(cache.spec.num_layers)
-                    ]
-                )
-                save.pages.append(ran.value)
-            for _ in range(self.rng.choice([0, 5, 20, 40])):
-                await self.world.engine.flush(kept.tenant)
-        finally:
-            kept.table.unseal(snapshot)
-        save.spec = cache.spec
-        self.world.saves = [*self.world.saves[-3:], save]
-
     def restore(self) -> None:
-        """Brings a save back, in a cache of its own; some of its sequences may have been damaged."""
-        if self.world.saves and len(self.world.caches) < CACHES_MAX:
-            self.finish(self.world.ask("restore", self._restoring(self.rng.choice(self.world.saves))))
+        """Brings a save back; if its cache is there still, deletes that first, most of the times."""
+        if self.world.lives.published and len(self.world.caches) + len(self.world.lives.unseen) <= CACHES_MAX:
+            self._restore(*self.rng.choice(list(self.world.lives.published)))
 
-    async def _restoring(self, save: Save) -> None:
+    def _restore(self, tenant: str, name: str) -> None:
         world, rng = self.world, self.rng
-        tenant = rng.choice(TENANTS)
-        spec = replace(save.spec, num_pages=max(1, save.spec.num_pages + rng.choice([0, 0, 5, -5])))
-        cache = await world.registry.create(self.new_name(), tenant, spec, PagesBy.SERVER, None)
-        kept = world.opened(cache, tenant, spec.num_pages)
-        states = [self._perhaps_damaged(state) for state in save.snapshot.sequences]
-        snapshot = Snapshot(tuple(states))
-        pages = dict(zip(save.snapshot.pages.tolist(), save.pages, strict=True))
-        world.saves = [*world.saves, Save(snapshot, save.layers)]
-        try:
-            new = kept.table.adopt(snapshot)
-        except (ResourceExhaustedError, MemoryError) as error:
-            room = min(kept.table.num_free_pages, world.room_for_pages(kept))
-            fits = len(snapshot.pages) <= room and len(states) <= world.room_for_sequences(kept)
-            require(not fits or isinstance(error, MemoryError), "a restore was refused that fits")
-            require(not len(kept.table), "a restore that failed left sequences behind")
-            world.registry.delete(cache.cache_id, tenant)
-            world.closed(kept)
-            raise
-        finally:
-            world.saves.pop()
-        kept.unwritten = True
+        kept = next((each for each in world.caches if (each.tenant, each.cache.name) == (tenant, name)), None)
+        if kept is not None and rng.random() < 0.9:
+            self.delete(kept, keep_saves=True)
+            world.loop.step()
+        request = cache_pb2.RestoreCacheRequest(name=name)
+        world.ask("restore", _last(world.handlers.restore_cache(request, world.caller(tenant))))
 
-        def write():
-            for old, page in zip(snapshot.pages.tolist(), new[:, np.newaxis], strict=True):
-                for layer, content in enumerate(pages[old]):
-                    cache.implementation.write(cache.pages, layer, page, *content)
+    def delete(self, kept: KeptCache, *, keep_saves: bool) -> None:
+        """Deletes a cache, whatever is at work on it."""
+        kept.deleting = True
+        request = cache_pb2.DeleteCacheRequest(cache_id=kept.cache.cache_id, keep_saves=keep_saves)
+        handler = self.world.handlers.delete_cache(request, self.world.caller(kept.tenant))
+        self.world.ask("delete_cache", handler, kept=kept)
 
-        def written(done):
-            kept.unwritten = not done
+    def damage(self) -> None:
+        """Turns a bit of a save on the disk, and often brings it back."""
+        world, rng = self.world, self.rng
+        if not world.lives.published:
+            return
+        tenant, name = rng.choice(list(world.lives.published))
+        folder = world.persistence._store._cache(tenant, name)
+        saves = [each for each in world.files.names(folder) if not each.startswith(".")]
+        files = sorted(each for save in saves for each in world.files.names(folder / save) if each.startswith("pages"))
+        if len(saves) != 1 or not files:
+            return
+        file = world.files._find(folder / saves[0] / rng.choice(files))
+        data = bytearray(file.data)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.data = file.synced = bytes(data)
+        world.lives.published[tenant, name].hit = True
+        if rng.random() < 0.7:
+            self._restore(tenant, name)
 
-        world.engine.post(write, written, lane=tenant)
 
-    def _perhaps_damaged(self, state):
-        if self.rng.random() > 0.1:
-            return state
-        return replace(state, pages=state.pages[:0], damaged=True)
+async def _last(answers):
+    return [answer async for answer in answers][-1]
 
 
 def _failed(pending: Pending) -> bool:

@@ -32,6 +32,26 @@ class StepLoop(asyncio.AbstractEventLoop):
     def create_task(self, coro, **_):
         return asyncio.Task(coro, loop=self)
 
+    def run_in_executor(self, executor, function, *arguments):
+        """Runs what another thread would, at a later step."""
+        future = self.create_future()
+        self.call_soon(self._do, future, function, arguments)
+        return future
+
+    @staticmethod
+    def _do(future, function, arguments):
+        result = error = None
+        try:
+            result = function(*arguments)
+        except Exception as raised:
+            error = raised
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
     def get_debug(self):
         return False
 

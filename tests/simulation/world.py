@@ -3,7 +3,8 @@
 import asyncio
 import random
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,16 +17,18 @@ from attnd.service.caches import CacheRegistry
 from attnd.service.config import ServerConfig
 from attnd.service.dispatch import Caller
 from attnd.service.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError, RefusedError
+from attnd.service.persistence import Persistence
 from attnd.service.world import World
 from tests.simulation import checks
 from tests.simulation.implementation import Faults, SimulatedFault, SimulatedImplementation
+from tests.simulation.lives import Lives
 from tests.simulation.model import Call, KeptCache, ViolationError, require
-from tests.simulation.recorder import Recorder
 from tests.simulation.stepping import StepLoop, SteppedEngine
-from tests.simulation.tokens import Codec
+from tests.support.saving import DiskFiles
 
 PAGE_SIZE = 4
 TENANTS = ("a", "b")
+ABANDONING_STEPS = 200
 KINDS = [
     (Layout.INTERLEAVED, "float32", 1),
     (Layout.INTERLEAVED, "bfloat16", 3),
@@ -60,8 +63,7 @@ class SimulatedWorld:
 
     Attributes:
         rng: Chance.
-        caches: The caches that exist.
-        ghosts: Deleted caches that calls, or cleaning, may still use.
+        lives: Which caches there are, and what of them is saved.
         pending: Requests without an answer yet.
         log: What was done and how it ended, newest last.
         outcomes: How often a kind of request ended how.
@@ -77,12 +79,8 @@ class SimulatedWorld:
         self.clock = 1000.0
         self.log: list[str] = []
         self.outcomes: Counter[tuple[str, str]] = Counter()
-        self.caches: list[KeptCache] = []
-        self.ghosts: list[KeptCache] = []
         self.pending: list[Pending] = []
         self.handles: set[bytes] = set()
-        self.saves = []
-        self.quotas = {}
         self.next_id = 1
         self.violations: list[ViolationError] = []
         self._working: list[Call] = []
@@ -106,7 +104,17 @@ class SimulatedWorld:
             self.engine = SteppedEngine(self.config, self)
         self.registry = CacheRegistry(self.engine, self.config, platform="cpu", world=self.world)
         self.attention = AttentionHandlers(self.registry, self.engine)
-        self.handlers = CacheHandlers(self.registry, self.engine, self.world)
+        self.files = DiskFiles()
+        self.persistence = Persistence(
+            self.files.ROOT, self.files, self.registry, self.engine, self.world, file_bytes=rng.choice([1, 100, 1000])
+        )
+        self.handlers = CacheHandlers(self.registry, self.engine, self.world, self.persistence)
+        self.lives = Lives(self)
+
+    @property
+    def caches(self) -> list[KeptCache]:
+        """The caches that callers can find."""
+        return self.lives.seen
 
     def now(self) -> float:
         """Returns the simulated time, in seconds."""
@@ -137,6 +145,7 @@ class SimulatedWorld:
 
     def reap(self) -> None:
         """Looks at the answers that have come."""
+        self.lives.update()
         done = [pending for pending in self.pending if pending.task.done()]
         if done:
             self.pending = [pending for pending in self.pending if not pending.task.done()]
@@ -164,7 +173,8 @@ class SimulatedWorld:
         elif isinstance(error, DeadlineExceededError):
             require(call is not None and (call.late or call.cancelled), "%s had time", pending.what)
         elif isinstance(error, NotFoundError) and error.reason == "CACHE_NOT_FOUND":
-            require(pending.kept is not None and pending.kept.deleted, "a cache was not found")
+            kept = pending.kept
+            require(kept is not None and (kept.deleted or kept.deleting), "a cache was not found")
         elif isinstance(error, InvalidArgumentError):
             duplicates = call is not None and len(set(call.handles)) < len(call.handles)
             require(call is None or duplicates, "a legal call was refused: %s", error)
@@ -200,14 +210,14 @@ class SimulatedWorld:
         most = self.config.tenant_sequences_max
         return float("inf") if most is None else most - kept.cache.quota.num_sequences
 
-    def check_snapshot(self, kept: KeptCache, save) -> None:
-        """Holds what a save reads against the model."""
-        if not kept.unwritten:
-            checks.check_snapshot(kept)
-
-    def save_of(self, snapshot):
-        """Returns the save of a snapshot that is brought back."""
-        return next(save for save in self.saves if save.snapshot is snapshot)
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes a violation in work whose failure might reach nobody."""
+        try:
+            yield
+        except ViolationError as error:
+            self.violations.append(error)
+            raise
 
     def works(self, work) -> None:
         """Notes the calls that the engine works on now."""
@@ -279,20 +289,6 @@ class SimulatedWorld:
 
     # Caches.
 
-    def opened(self, cache, tenant, num_pages) -> KeptCache:
-        """Begins to record a cache whose pages the server manages."""
-        kept = KeptCache(cache, cache.sequences, tenant, Codec(cache.spec))
-        require(cache.sequences.num_free_pages == num_pages, "a new cache has pages in use")
-        Recorder(kept, self)
-        self.caches.append(kept)
-        self.quotas.setdefault(id(cache.quota), (cache.quota, []))[1].append(kept)
-        return kept
-
-    def closed(self, kept: KeptCache) -> None:
-        """Begins to wait for the end of a cache that was deleted."""
-        self.caches.remove(kept)
-        self.ghosts.append(kept)
-
     def spec(self) -> CacheSpec:
         """Returns the shape of a new cache, by chance."""
         layout, dtype, head_dim = self.rng.choice(KINDS)
@@ -315,13 +311,13 @@ class SimulatedWorld:
 
     def check(self, *, deep: bool) -> None:
         """Raises ViolationError if something is not as it must be."""
-        for kept in (*self.caches, *self.ghosts):
+        for kept in (*self.caches, *self.lives.unseen, *self.lives.ghosts):
             if kept.touched or deep:
                 kept.touched = False
                 checks.check_books(kept, self.clock)
-                if deep and not kept.deleted:
+                if deep and kept in self.caches:
                     checks.check_content(kept)
-                checks.check_quota(*self.quotas[id(kept.cache.quota)], self.client_pages_of(kept.cache.quota))
+                checks.check_quota(*self.lives.quotas[id(kept.cache.quota)], self.client_pages_of(kept.cache.quota))
 
     def settle_work(self) -> None:
         """Works until the queue is empty."""
@@ -337,14 +333,13 @@ class SimulatedWorld:
             self.settle_work()
             self.reap()
         require(not self.pending, "%s waits for nothing", [pending.what for pending in self.pending])
-        for kept in (*self.caches, *self.ghosts):
+        require(not (self.persistence._tasks or self.lives.unseen), "a save or a restore waits for nothing")
+        for kept in (*self.caches, *self.lives.ghosts):
             require(not kept.calls, "a hold outlives its call")
             require(not kept.returning, "pages are on their way back for ever")
-        for ghost in self.ghosts:
+        for ghost in self.lives.ghosts:
             require(ghost.table.num_free_pages == len(ghost.table.pool._free), "a deleted cache holds pages")
-        self.ghosts.clear()
-        self.quotas = {key: (quota, [each for each in caches if not each.deleted])
-                       for key, (quota, caches) in self.quotas.items()}  # fmt: skip
+        self.lives.forget_ghosts()
         self.check(deep=True)
 
     def end(self) -> None:
@@ -362,7 +357,7 @@ class SimulatedWorld:
             require(kept.table.num_free_pages == kept.spec.num_pages, "pages are lost")
         for cache in self.registry.all():
             self.registry.delete(cache.cache_id, cache.tenant)
-        for quota, _ in self.quotas.values():
+        for quota, _ in self.lives.quotas.values():
             require(quota.is_idle, "a quota counts what is gone")
 
     def client_pages_of(self, quota) -> int:
@@ -374,10 +369,15 @@ class SimulatedWorld:
         )
 
     def abandon(self) -> None:
-        """Drops the requests in flight, whatever they say to it: the world is broken."""
-        for pending in self.pending:
-            with suppress(BaseException):
-                pending.task.get_coro().close()
+        """Ends what is in flight in a broken world, whatever it says to that."""
+        tasks = [*(pending.task for pending in self.pending), *self.persistence._tasks]
+        with self.loop.running():
+            for task in tasks:
+                task.cancel()
+            for _ in range(ABANDONING_STEPS):
+                with suppress(Exception):
+                    self.loop.step()
+                    self.engine.step()
 
 
 def _outcome(task: asyncio.Task) -> str:
