@@ -32,9 +32,12 @@ help: ## Lists the targets.
 generate: ## Regenerates proto/attnd/v1/*_pb2.py.
 	$(PYTHON) tools/generate.py
 
-test: $(VENV)/ready ## Runs the tests, and compiles a few programs for TPUs.
-	$(BIN)/python -m pytest
+test: pytest ## Runs the tests, and compiles a few programs for TPUs.
 	$(MAKE) --no-print-directory tpu-compile TPU=--short
+
+.PHONY: pytest
+pytest: $(VENV)/ready
+	$(BIN)/python -m pytest
 
 # Parts of `make soak`, all if empty: simulated planted appends cycles crashes damages; or options of `python -m tests.soak`.
 PARTS ?=
