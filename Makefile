@@ -42,7 +42,7 @@ pytest: $(VENV)/ready
 # Parts of `make soak`, all if empty: simulated planted appends cycles crashes damages; or options of `python -m tests.soak`.
 PARTS ?=
 .PHONY: soak
-soak: $(VENV)/ready ## Runs the long tests in full and prints one table, in about two hours on 2 cores (PARTS="crashes").
+soak: $(VENV)/ready ## Runs the long tests in full and prints one table; takes more than an hour (PARTS="crashes").
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.soak $(PARTS)
 
 check: $(VENV)/ready $(LINKS) ## Checks format, lint, types, generated code and the schema.

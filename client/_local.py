@@ -111,11 +111,6 @@ def check_welcome(kind: int, body: bytes | bytearray) -> None:
         raise LostError("another program listens there", sent=False)
 
 
-def cancelled() -> RefusalError:
-    """Returns the error of a call whose client was closed meanwhile."""
-    return RefusalError(status_pb2.Status(code=grpc.StatusCode.CANCELLED.value[0], message="Client closed."))
-
-
 def check_repeatable(sending: Sending, error: LostError) -> None:
     """Refuses to send a call again that may have been carried out.
 

@@ -13,7 +13,7 @@ from attnd.client import _local, _session
 from attnd.client._core import Core
 from attnd.client._errors import AttndError
 from attnd.client._local import LostError, Talk, TooLargeError
-from attnd.client._transport import Answer, AsyncTransport, RefusalError, Sending
+from attnd.client._transport import Answer, AsyncTransport, RefusalError, Sending, client_closed
 from attnd.client._unary import AsyncUnaryTransport
 from attnd.v1 import local, server_pb2
 from attnd.v1.local import Kind
@@ -64,7 +64,7 @@ class AsyncLocalTransport:
         except LostError as error:
             self._lose(line)
             if self._core.closed:
-                raise _local.cancelled() from error
+                raise client_closed() from error
             _local.check_repeatable(sending, error)
             return await self._remote.send(_session.repeated(sending, deadline))
         except TooLargeError:

@@ -14,7 +14,7 @@ from attnd.client import _local, _session
 from attnd.client._core import Core
 from attnd.client._errors import AttndError
 from attnd.client._local import LostError, Talk, TooLargeError
-from attnd.client._transport import Answer, RefusalError, Sending, Transport
+from attnd.client._transport import Answer, RefusalError, Sending, Transport, client_closed
 from attnd.v1 import local, server_pb2
 from attnd.v1.local import Kind
 
@@ -62,7 +62,7 @@ class LocalTransport:
         except LostError as error:
             self._lose(line)
             if self._core.closed:
-                raise _local.cancelled() from error
+                raise client_closed() from error
             _local.check_repeatable(sending, error)
             return self._remote.send(_session.repeated(sending, deadline))
         except TooLargeError:
@@ -130,7 +130,7 @@ class LocalTransport:
             self._lines.add(line)
         if self._core.closed:
             self._drop(line)
-            raise _local.cancelled()
+            raise client_closed()
         return line
 
     def _put_back(self, line: "Line") -> None:

@@ -7,14 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-import grpc
-from google.rpc import status_pb2
-
 from attnd.client import _session
 from attnd.client._core import Core
 from attnd.client._pipe import Pipe, open_pipe
 from attnd.client._session import BrokenError, Dialogue, Health, Heard
-from attnd.client._transport import Answer, RefusalError, Sending, Transport
+from attnd.client._transport import Answer, RefusalError, Sending, Transport, client_closed
 from attnd.client._unary import UnaryTransport
 
 # The server answers by itself when time is up; only one that is hung or far away is given up from here.
@@ -51,7 +48,7 @@ class SessionTransport:
         except BrokenError as error:
             broken = error
         if self._core.closed:
-            raise RefusalError(status_pb2.Status(code=grpc.StatusCode.CANCELLED.value[0], message="Client closed."))
+            raise client_closed()
         answer = self._unary.send(_session.repeated(sending, deadline))
         if broken is not None:
             self._health.broke(broken)

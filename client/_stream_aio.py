@@ -6,12 +6,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.rpc import status_pb2
 
 from attnd.client import _session
 from attnd.client._core import Core
 from attnd.client._session import BrokenError, Dialogue, Health, Heard
-from attnd.client._transport import Answer, RefusalError, Sending
+from attnd.client._transport import Answer, RefusalError, Sending, client_closed
 from attnd.client._unary import AsyncUnaryTransport
 
 
@@ -43,7 +42,7 @@ class AsyncSessionTransport:
         except BrokenError as error:
             broken = error
         if self._core.closed:
-            raise RefusalError(status_pb2.Status(code=grpc.StatusCode.CANCELLED.value[0], message="Client closed."))
+            raise client_closed()
         answer = await self._unary.send(_session.repeated(sending, deadline))
         if broken is not None:
             self._health.broke(broken)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import grpc
 import numpy as np
 from google.protobuf.message import Message
 from google.rpc import status_pb2
@@ -67,6 +68,11 @@ class RefusalError(Exception):
     def __init__(self, status: status_pb2.Status) -> None:
         super().__init__(status.message)
         self.status = status
+
+
+def client_closed() -> RefusalError:
+    """Returns the error of a call whose client was closed meanwhile."""
+    return RefusalError(status_pb2.Status(code=grpc.StatusCode.CANCELLED.value[0], message="Client closed."))
 
 
 class Transport(Protocol):

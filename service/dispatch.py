@@ -16,7 +16,6 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import status_pb2
 
 from attnd.kernels.errors import InvalidArgumentError
-from attnd.service.errors import UnimplementedError
 from attnd.service.status import status_of
 from attnd.v1 import envelope
 from attnd.v1.limits import TENANT_KEY
@@ -29,8 +28,7 @@ class Caller:
     """What comes with a request.
 
     Attributes:
-        arrays: The arrays of the request, by field, read-only; its message does not have them. A front puts those
-            here that travelled beside the message; the dispatcher adds those that travelled in it.
+        arrays: The arrays of the request, by field, read-only; its message does not have them.
         expires_at: `time.monotonic()` at which its deadline passes; infinite if it has none.
         received_at_ns: `time.monotonic_ns()` at which its message had been received.
         tenant: Who calls: the common name of the client's certificate, or what the call says where there is none.
@@ -44,19 +42,6 @@ class Caller:
     tenant: str
     fetch: envelope.Fetch | None = None
     connection: Hashable = None
-
-    def with_arrays(self, arrays: Mapping[str, np.ndarray]) -> "Caller":
-        """Returns the same with these arrays besides those that it has."""
-        if not arrays:
-            return self
-        return Caller(
-            arrays={**self.arrays, **arrays} if self.arrays else arrays,
-            expires_at=self.expires_at,
-            received_at_ns=self.received_at_ns,
-            tenant=self.tenant,
-            fetch=self.fetch,
-            connection=self.connection,
-        )
 
 
 def named_tenant(name: object) -> str:
@@ -90,20 +75,7 @@ class Reply:
         return envelope.pack_within(self.outers, self.message, self.arrays)
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """One message of a stream.
-
-    Attributes:
-        message: Its bytes.
-        arrays: Arrays that travelled beside them, by field.
-    """
-
-    message: bytes
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-
-Receive = Callable[[], Awaitable[Received | None]]
+Receive = Callable[[], Awaitable[bytes | None]]
 """Returns the next message of a stream; None at its end."""
 
 Send = Callable[[Reply], Awaitable[None]]
@@ -114,13 +86,27 @@ Raises:
 """
 
 
+def read(message: bytes | memoryview | envelope.Inner, kind: type[Message], caller: Caller) -> tuple[Any, Caller]:
+    """Returns a request without its arrays, and its caller with them.
+
+    Raises:
+        DecodeError: The message cannot be read.
+        TensorError: An array is not what it claims to be.
+    """
+    request, arrays = envelope.unpack(message, kind, caller.fetch)
+    # Not `replace`, which takes as long as reading a small message.
+    return request, Caller(
+        arrays=arrays,
+        expires_at=caller.expires_at,
+        received_at_ns=caller.received_at_ns,
+        tenant=caller.tenant,
+        fetch=caller.fetch,
+        connection=caller.connection,
+    )
+
+
 class DisconnectedError(Exception):
     """Nobody is there to be answered."""
-
-
-async def unimplemented(_request: Message, _caller: Caller) -> Message:
-    """Stands for an RPC of any kind that this version does not serve."""
-    raise UnimplementedError("UNIMPLEMENTED", "This version of attnd does not serve this RPC.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +122,7 @@ class Dispatcher:
 
     - unary: a coroutine function of (request, caller) that returns a `Message` or a `Reply`;
     - server streaming: an async generator function of (request, caller) that yields them;
-    - bidirectional: a coroutine function of (receive, send, caller), which takes and gives messages as bytes;
-    - `unimplemented`, for any of them.
+    - bidirectional: a coroutine function of (receive, send, caller), which takes and gives messages as bytes.
 
     Attributes:
         methods: Descriptors of all RPCs, by path.
@@ -165,7 +150,7 @@ class Dispatcher:
         """Answers a unary call."""
         endpoint = self._endpoints[path]
         try:
-            response = await endpoint.handler(*_read(message, endpoint.request_class, caller))
+            response = await endpoint.handler(*read(message, endpoint.request_class, caller))
         except Exception as error:  # the table has a status for each
             return status_of(error)
         return response if isinstance(response, Reply) else Reply(response)
@@ -174,11 +159,7 @@ class Dispatcher:
         """Answers a server-streaming call. Returns its status if it failed."""
         endpoint = self._endpoints[path]
         try:
-            if endpoint.handler is unimplemented:
-                await unimplemented(endpoint.request_class(), caller)
-            responses: AsyncIterator[Message | Reply] = endpoint.handler(
-                *_read(message, endpoint.request_class, caller)
-            )
+            responses: AsyncIterator[Message | Reply] = endpoint.handler(*read(message, endpoint.request_class, caller))
             async for response in responses:
                 await send(response if isinstance(response, Reply) else Reply(response))
         except DisconnectedError:
@@ -191,19 +172,12 @@ class Dispatcher:
         """Serves a bidirectional stream until its end. Returns its status if it failed."""
         endpoint = self._endpoints[path]
         try:
-            if endpoint.handler is unimplemented:
-                await unimplemented(endpoint.request_class(), caller)
             await endpoint.handler(receive, send, caller)
         except DisconnectedError:
             return None
         except Exception as error:
             return status_of(error)
         return None
-
-
-def _read(message: bytes | memoryview, kind: type[Message], caller: Caller) -> tuple[Message, Caller]:
-    request, arrays = envelope.unpack(message, kind, caller.fetch)
-    return request, caller.with_arrays(arrays)
 
 
 def _snake_case(name: str) -> str:

@@ -124,21 +124,28 @@ async def sequence_call(
     Raises:
         RefusedError: As `SequenceTable.reserve`.
     """
-    k = given.get("k")
-    reservation = await cache.require_sequences().reserve(
-        handles, lens.q_lens, lens.kv_lens, layer, append=k is not None
-    )
-    return AttentionCall(
-        cache=cache,
-        layer=layer,
-        batch=reservation.batch,
-        q=given["q"],
-        k=k,
-        v=given.get("v"),
-        options=options,
-        hints=KernelHints(),
-        reservation=reservation,
-    )
+    k, v = given.get("k"), given.get("v")
+    table = cache.require_sequences()
+    reservation = await table.reserve(handles, lens.q_lens, lens.kv_lens, layer, append=k is not None)
+    try:
+        if k is not None and v is not None and (lens.kv_lens - lens.q_lens < reservation.held_lens).any():
+            # Tokens that are written again are compared first. In shared memory their owner could change them in
+            # between, and with them what forks and saves read.
+            k, v = k.copy(), v.copy()
+        return AttentionCall(
+            cache=cache,
+            layer=layer,
+            batch=reservation.batch,
+            q=given["q"],
+            k=k,
+            v=v,
+            options=options,
+            hints=KernelHints(),
+            reservation=reservation,
+        )
+    except BaseException:
+        table.settle(reservation, commit=False)
+        raise
 
 
 def _size_bytes(arrays: Mapping[str, np.ndarray]) -> int:

@@ -13,7 +13,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from attnd.kernels.errors import InvalidArgumentError
-from attnd.service.dispatch import Caller, DisconnectedError, Dispatcher, Received, Reply, Send, named_tenant
+from attnd.service.dispatch import Caller, DisconnectedError, Dispatcher, Reply, Send, named_tenant
 from attnd.service.status import status_of
 from attnd.v1.limits import TENANT_KEY
 
@@ -47,9 +47,9 @@ def _method(dispatcher: Dispatcher, path: str) -> "grpc.RpcMethodHandler[bytes, 
             await _abort(context, failed)
 
     async def stream(_requests: object, context: Context) -> None:
-        async def receive() -> Received | None:
+        async def receive() -> bytes | None:
             message = await context.read()
-            return Received(message) if isinstance(message, bytes) else None
+            return message if isinstance(message, bytes) else None
 
         failed = await dispatcher.converse(path, receive, _sender(context), await _caller(context))
         if failed is not None:

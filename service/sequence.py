@@ -1,7 +1,6 @@
 """One sequence whose pages the server manages, and the hold that a call has on it."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -158,7 +157,6 @@ class Batches:
         copies: list[PageCopies],
         q_lens: Lens,
         kv_lens: Lens,
-        table: Callable[[list[Sequence], list[PageCopies]], Int32[np.ndarray, "num_seqs pages_per_seq"]],
     ) -> RaggedBatch:
         """Returns the batch of a call.
 
@@ -167,14 +165,13 @@ class Batches:
             copies: Pages that it copies first: others than the sequences' stand in its table.
             q_lens: int32 [num_seqs]. Tokens of the call.
             kv_lens: int32 [num_seqs]. Lengths after the call.
-            table: Makes its page table.
         """
         made_of = [q_lens, kv_lens, *[sequence.pages for sequence in sequences]]
         if self._batch is not None and not copies and len(made_of) == len(self._made_of):
             pairs = zip(made_of, self._made_of, strict=True)
             if all(one is other for one, other in pairs):
                 return self._batch
-        batch = RaggedBatch.compact(kv_lens, table(sequences, copies), q_lens, self._page_size)
+        batch = RaggedBatch.compact(kv_lens, page_table(sequences, copies), q_lens, self._page_size)
         self._made_of, self._batch = ([], None) if copies else (made_of, batch)
         return batch
 

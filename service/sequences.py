@@ -19,7 +19,6 @@ from attnd.service.sequence import (
     Reservation,
     Sequence,
     call_in_the_way,
-    page_table,
     require_held,
     slots_to_copy,
 )
@@ -211,7 +210,7 @@ class SequenceTable:
             await blocker.settled.wait()
         copies, fresh = self._take(sequences, kv_lens, to_copy)
         try:
-            batch = self._batches.of(sequences, copies, q_lens, kv_lens, page_table)
+            batch = self._batches.of(sequences, copies, q_lens, kv_lens)
         except BaseException:
             for each in copies:
                 self._drop(each.targets)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError, Message
 
 from attnd.kernels.errors import InvalidArgumentError
-from attnd.service.dispatch import Caller, Receive, Received, Reply, Send
+from attnd.service.dispatch import Caller, Receive, Reply, Send, read
 from attnd.service.errors import (
     CallCancelledError,
     DeadlineExceededError,
@@ -122,7 +122,7 @@ class Plans:
         self._plans.pop(request.plan_id, None)
         if not name:
             raise InvalidArgumentError.of("plan.metadata", "metadata must be set.")
-        step = self._handlers.plan[name](*_unpack(value, _CALLS[name], caller))
+        step = self._handlers.plan[name](*read(value, _CALLS[name], caller))
         while self._plans and (
             len(self._plans) >= PLANS_MAX
             or sum(each.size_bytes for each in self._plans.values()) + step.size_bytes > PLANS_BYTES_MAX
@@ -138,7 +138,7 @@ class Plans:
             FailedPreconditionError: There is no such plan.
             DecodeError: The message cannot be read.
         """
-        request, caller = _unpack(message, pb.PlannedAttendRequest, caller)
+        request, caller = read(message, pb.PlannedAttendRequest, caller)
         try:
             step = self._plans[request.plan_id]
         except KeyError:
@@ -204,14 +204,14 @@ class Session:
         if not self._reading.expired():
             self._reading.reschedule(asyncio.get_running_loop().time())
 
-    async def _admit(self, received: Received, calls: asyncio.TaskGroup) -> None:
+    async def _admit(self, message: bytes, calls: asyncio.TaskGroup) -> None:
         received_at_ns = time.monotonic_ns()
-        header, name, value = envelope.unpack_outer(received.message, pb.SessionRequest)
+        header, name, value = envelope.unpack_outer(message, pb.SessionRequest)
         if name == "cancel":
             self._cancel(envelope.unpack(value, pb.CancelRequest)[0].id)
             return
         # The answer to an attention call is no larger than its question.
-        size_bytes = 2 * (len(received.message) + sum(array.nbytes for array in received.arrays.values()))
+        size_bytes = 2 * len(message)
         while self._num_calls and (self._num_calls >= CALLS_MAX or self._size_bytes + size_bytes > CALLS_BYTES_MAX):
             self._room.clear()
             await self._room.wait()
@@ -222,7 +222,6 @@ class Session:
             name=name,
             value=value,
             caller=Caller(
-                arrays=received.arrays,
                 expires_at=expires_at,
                 received_at_ns=received_at_ns,
                 tenant=self._caller.tenant,
@@ -313,9 +312,4 @@ class Session:
             case "":
                 raise InvalidArgumentError.of("call", "call must be set.")
             case name:
-                return name, await self._handlers.whole[name](*_unpack(call.value, _CALLS[name], call.caller))
-
-
-def _unpack(value: envelope.Inner, kind: type[Message], caller: Caller) -> tuple[Any, Caller]:
-    request, arrays = envelope.unpack(value, kind, caller.fetch)
-    return request, caller.with_arrays(arrays)
+                return name, await self._handlers.whole[name](*read(call.value, _CALLS[name], call.caller))

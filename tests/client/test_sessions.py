@@ -21,7 +21,7 @@ from attnd.kernels import validation
 from attnd.service import server as service
 from attnd.service.attention_service import AttentionHandlers
 from attnd.service.config import ServerConfig
-from attnd.service.dispatch import unimplemented
+from attnd.service.errors import UnimplementedError
 from tests.client.batches import CU_Q_LENS, KV_LENS, PAGE_INDICES, ragged
 from tests.client.conftest import KINDS, Driver, driving
 from tests.service.test_tls import self_signed
@@ -183,7 +183,7 @@ def test_a_server_without_sessions_serves_steps(run, normal, monkeypatch):
 
     async def session(*_):
         asked["session"] += 1
-        await unimplemented(None, None)
+        raise UnimplementedError("UNIMPLEMENTED", "This server has no sessions.")
 
     monkeypatch.setattr(AttentionHandlers, "session", session)
     with server_here() as address:

@@ -3,20 +3,17 @@
 import array
 import os
 import threading
-import time
 
 import grpc
 import numpy as np
 import pytest
 
-from attnd.client import Client
 from attnd.v1 import attention_pb2, local, tensor_pb2
 from attnd.v1.local import Kind, Room
-from tests.support.local import raw_line, refusal
+from tests.support.local import fresh_cache, raw_line, refusal
 from tests.support.server import attnd_server
 
 RAGGED_PATH = "/attnd.v1.AttentionService/RaggedPagedAttention"
-SIZES = {"num_layers": 1, "num_pages": 64, "page_size": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +30,8 @@ def line(server):
 
 @pytest.fixture
 def cache(server):
-    with Client(server.address, local=False, timeout_s=60) as client:
-        made = client.create_cache(f"local-{time.monotonic_ns()}", **SIZES, pages_by="client")
+    with fresh_cache(server.address) as made:
         yield made
-        made.delete()
 
 
 def shared_tensor(offset: int, shape: list[int], dtype: str = "float32", **rest) -> tensor_pb2.Tensor:

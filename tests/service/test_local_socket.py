@@ -17,14 +17,13 @@ import pytest
 from attnd.client import Client
 from attnd.v1 import cache_pb2, local
 from attnd.v1.local import Kind
-from tests.support.local import INFO_PATH, RawLine, offer_of, raw_line, refusal
+from tests.support.local import INFO_PATH, RawLine, fresh_cache, offer_of, raw_line, refusal
 from tests.support.server import attnd_server
 
 RAGGED_PATH = "/attnd.v1.AttentionService/RaggedPagedAttention"
-SIZES = {"num_layers": 1, "num_pages": 64, "page_size": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 HOLDER = """
 import sys, time
-from tests.support.local import raw_line
+from tests.support.local import SIZES, fresh_cache, raw_line
 with raw_line(sys.argv[1]) as line:
     line.share()
     line.segment.view("q", 0, 1 << 26)[:] = bytes(1 << 26)
@@ -58,10 +57,8 @@ def line(server):
 
 @pytest.fixture
 def cache(server):
-    with Client(server.address, local=False, timeout_s=60) as client:
-        made = client.create_cache(f"local-{time.monotonic_ns()}", **SIZES, pages_by="client")
+    with fresh_cache(server.address) as made:
         yield made
-        made.delete()
 
 
 def answers(line: RawLine) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from unittest import mock
 
 from attnd.kernels import registry
-from attnd.service import sequences
+from attnd.service import sequence
 from tests.simulation.operations import Operations
 from tests.simulation.world import SimulatedWorld
 
@@ -85,8 +85,8 @@ def _in_place_of_the_real_ones(world: SimulatedWorld) -> ExitStack:
     stack = ExitStack()
     stack.enter_context(world.loop.running())
     stack.enter_context(mock.patch.object(registry, "choose", return_value=world.implementation))
-    table = partial(_page_table, world.faults, sequences.page_table)
-    stack.enter_context(mock.patch.object(sequences, "page_table", table))
+    table = partial(_page_table, world.faults, sequence.page_table)
+    stack.enter_context(mock.patch.object(sequence, "page_table", table))
     return stack
 
 

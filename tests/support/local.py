@@ -1,6 +1,7 @@
 """The local socket by hand: what a client that keeps to no rule can say."""
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,10 +9,23 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from attnd.client import Cache, Client
 from attnd.v1 import local, server_pb2
 from attnd.v1.local import NO_ROOM, Kind, Room, Segment
 
 INFO_PATH = "/attnd.v1.ServerService/GetServerInfo"
+
+
+SIZES = {"num_layers": 1, "num_pages": 64, "page_size": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+
+
+@contextmanager
+def fresh_cache(address: str, pages_by: str = "client") -> Iterator[Cache]:
+    """Gives a cache of `SIZES`, made over gRPC, and deletes it."""
+    with Client(address, local=False, timeout_s=60) as client:
+        made = client.create_cache(f"local-{time.monotonic_ns()}", **SIZES, pages_by=pages_by)
+        yield made
+        made.delete()
 
 
 def offer_of(address: str) -> server_pb2.LocalSocket:
