@@ -146,11 +146,17 @@ class Xla:
         work, programs = planned.work, planned.programs
         compile_ns = time.perf_counter_ns() - written_ns if self.num_compiled_programs > num_compiled else 0
         results = Results(q, num_tokens=batch.num_tokens, v_scale=options.v_scale or 1.0, merges=work.merges)
+        # Inputs are written before any program runs: what computes takes the cores from threads of Python.
+        first = [programs[calls[0].bucket].stage(calls[0], q, options) for calls in work.threads]
 
         def run(thread: int) -> None:
             with np.errstate(over="ignore", invalid="ignore"):  # what a dtype cannot hold is infinite
-                for call in work.threads[thread]:
-                    results.add(call, *programs[call.bucket].run(pages.pools[layer], call, q, options, thread=thread))
+                staging = first[thread]
+                for ordinal, call in enumerate(work.threads[thread]):
+                    program = programs[call.bucket]
+                    if ordinal:
+                        staging = program.stage(call, q, options)
+                    results.add(call, *program.run(pages.pools[layer], staging))
 
         others = [self._workers.submit(run, thread) for thread in range(1, len(work.threads))]
         try:
@@ -176,7 +182,7 @@ class Xla:
         work = plan(
             batch,
             sliding_window,
-            paging=Paging.of(spec.page_size),
+            paging=Paging.of(spec),
             key_size=spec.num_kv_heads * spec.head_dim,
             buckets=BUCKETS,
             num_threads=self._num_threads,
@@ -200,4 +206,4 @@ class Xla:
         return program
 
     def _compile(self, shape: ProgramShape) -> Program:
-        return Program(shape, self._device, self._num_threads)
+        return Program(shape, self._device)

@@ -13,6 +13,12 @@ from attnd.kernels.contract import CACHE_DTYPES, INT8_SCALE, Layout
 from attnd.kernels.host_pages import bits_dtype
 
 LOWEST: Final = float(np.finfo(np.float32).min)
+# Up to so many pages of a tile are sliced, each with a piece of program; more are gathered, at about twice the cost of
+# reading them. That shows in decodes alone: in a block of many queries, reading is a small part.
+SLICES_MAX: Final = 16
+# The left operand of a product is read as it lies, the right one packed. With few columns, packing the keys would cost
+# more than their products; with many, the left operand's rows pay for it.
+FEW_COLUMNS: Final = 16
 
 
 class Item(NamedTuple):
@@ -45,7 +51,7 @@ class ProgramShape:
         queries: Queries of a block.
         items: Most items of a call.
         slots: Entries of the table of pages.
-        tile: Keys of a step; a multiple of page_size.
+        tile: Keys of a step; a multiple of page_size, which divides a page of the cache.
     """
 
     layout: Layout
@@ -77,7 +83,7 @@ class Pool(Generic[T]):
     """One layer's pages.
 
     Attributes:
-        kv: Bits of the pages, in the layout's shape.
+        kv: Bits of the pages, in the layout's shape; an interleaved page is [page_size, num_kv_heads, 2, head_dim].
         scales: float32 [2, num_kv_heads, num_pages, page_size, 1]; empty unless the pages carry scales.
     """
 
@@ -116,7 +122,7 @@ def pool_shapes(shape: ProgramShape) -> Pool[ArgumentShape]:
     """Returns what a program takes for its pages."""
     page = (shape.num_pages, shape.page_size)
     split = (2, shape.num_kv_heads, *page)
-    interleaved = (*page, 2 * shape.num_kv_heads, shape.head_dim)
+    interleaved = (*page, shape.num_kv_heads, 2, shape.head_dim)
     kv = interleaved if shape.layout is Layout.INTERLEAVED else (*split, shape.head_dim)
     return Pool(
         kv=ArgumentShape(kv, bits_dtype(CACHE_DTYPES[shape.dtype])),
@@ -160,9 +166,9 @@ def attend(shape: ProgramShape, pool: Pool[Array], inputs: Inputs[Array]) -> tup
     """Attends over the items of a call.
 
     Returns:
-        out: float32 [items, num_kv_heads, queries, group, head_dim], normalised over each item's keys. Queries past
+        out: float32 [items, num_kv_heads, queries * group, head_dim], normalised over each item's keys. Queries past
             an item's, and items past the count, hold anything.
-        lse: float32 [items, num_kv_heads, queries, group], the natural log-sum-exp.
+        lse: float32 [items, num_kv_heads, queries * group], the natural log-sum-exp.
     """
     columns = shape.queries * shape.group
     q = inputs.q.reshape(shape.items, shape.num_kv_heads, columns, shape.head_dim)
@@ -178,8 +184,8 @@ def attend(shape: ProgramShape, pool: Pool[Array], inputs: Inputs[Array]) -> tup
         )
 
     empty = jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:3], jnp.float32)
-    out, lse = lax.fori_loop(0, inputs.counts[0] * steps, one_step, empty)
-    return out.reshape(inputs.q.shape), lse.reshape(inputs.q.shape[:4])
+    results: tuple[Array, Array] = lax.fori_loop(0, inputs.counts[0] * steps, one_step, empty)
+    return results
 
 
 def _attend_item(
@@ -200,11 +206,12 @@ def _attend_item(
         # A masked score does not clean a NaN out of the product with v: v itself must be masked.
         readable = (keys < item.end) & (keys > item.position - window)
         slot = item.slot + step * (shape.tile // shape.page_size)
-        k, v, k_scales, v_scales = _load_tile(shape, pool, inputs.table, slot, head)
+        tile = _Tile(shape, lax.dynamic_slice_in_dim(inputs.table, slot, shape.tile // shape.page_size, 0), head)
+        k, v = (widen(tile.load(pool.kv, side), shape.dtype) for side in range(2))
         v = jnp.where(readable[None, :, None], v, 0.0)
-        scores = lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-        if k_scales is not None:
-            scores = scores * k_scales[:, None]
+        scores = _scores(q, k)
+        if shape.scaled:
+            scores = scores * tile.load(pool.scales, 0)[:, None, :, 0] / INT8_SCALE
         scores = lax.cond(soft_cap > 0, lambda x: soft_cap * jnp.tanh(x / soft_cap), lambda x: x, scores)
         seen = (keys <= positions[:, None]) & (keys > positions[:, None] - window) & readable
         scores = jnp.where(seen, scores, -jnp.inf)
@@ -212,8 +219,9 @@ def _attend_item(
         weights = jnp.exp(scores - new_top[:, :, None])
         decay = jnp.exp(top - new_top)
         total = total * decay + weights.sum(2)
-        if v_scales is not None:
-            weights = weights * jnp.where(readable, v_scales, 0.0)[:, None]
+        if shape.scaled:
+            v_scales = tile.load(pool.scales, 1)[:, None, :, 0] / INT8_SCALE
+            weights = weights * jnp.where(readable, v_scales, 0.0)
         product = lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
         return new_top, total, acc * decay[:, :, None] + product
 
@@ -225,32 +233,58 @@ def _attend_item(
     return out, jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
 
 
-def _load_tile(
-    shape: ProgramShape, pool: Pool[Array], table: Array, slot: Array, head: Array
-) -> tuple[Array, Array, Array | None, Array | None]:
-    """Gathers the bits of some heads of one tile's pages, then widens them to [heads, tile, head_dim].
+def _scores(
+    q: Float32[Array, "heads columns head_dim"], k: Float32[Array, "heads tile head_dim"]
+) -> Float32[Array, "heads columns tile"]:
+    """Returns the products of queries and keys, with the operand at the left that makes them cheap."""
+    if q.shape[1] > FEW_COLUMNS:
+        return lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    scores = lax.dot_general(k, q, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    # Without the barrier XLA turns the product around again.
+    kept: Array = lax.optimization_barrier(scores)  # type: ignore[no-untyped-call]
+    return kept.swapaxes(1, 2)
 
-    A table's junk is clipped to the pool: what is read there is masked.
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Where one step finds its keys and values.
+
+    Attributes:
+        shape: The program.
+        pages: int32 [tile / page_size], page ids. Junk is clipped to the pool: what is read there is masked.
+        head: The first of `shape.heads` heads.
     """
-    pages = lax.dynamic_slice_in_dim(table, slot, shape.tile // shape.page_size, 0)
-    if shape.layout is Layout.INTERLEAVED:
-        starts = jnp.stack([pages, jnp.full_like(pages, 2 * head)], axis=1)
-        numbers = lax.GatherDimensionNumbers((1, 2, 3), (0,), (0, 2))
-        sizes = (1, shape.page_size, 2 * shape.heads, shape.head_dim)
-        kv = lax.gather(pool.kv, starts, numbers, sizes, mode="clip")
-        kv = kv.reshape(shape.tile, shape.heads, 2, shape.head_dim).transpose(2, 1, 0, 3)
-        kv = widen(kv, shape.dtype)
-        return kv[0], kv[1], None, None
-    starts = jnp.stack([jnp.full_like(pages, head), pages], axis=1)
-    numbers = lax.GatherDimensionNumbers((0, 1, 3, 4), (2,), (1, 2))
 
-    def load(array: Array) -> Array:
-        sizes = (2, shape.heads, 1, shape.page_size, array.shape[-1])
-        gathered = lax.gather(array, starts, numbers, sizes, mode="clip")
-        return gathered.reshape(2, shape.heads, shape.tile, array.shape[-1])
+    shape: ProgramShape
+    pages: Array
+    head: Array
 
-    kv = widen(load(pool.kv), shape.dtype)
-    if not shape.scaled:
-        return kv[0], kv[1], None, None
-    scales = load(pool.scales)[..., 0] / INT8_SCALE
-    return kv[0], kv[1], scales[0], scales[1]
+    def load(self, array: Shaped[Array, "..."], side: int) -> Shaped[Array, "heads tile last"]:
+        """Returns a tile of keys, side 0, or of values, side 1, from an array of the pool.
+
+        Each side is read by itself, so that XLA fuses reading, widening and masking into one pass over the pages.
+        """
+        load = self._interleaved if self.shape.layout is Layout.INTERLEAVED else self._split
+        if len(self.pages) > SLICES_MAX or self.shape.queries > 1:
+            return load(array, side, self.pages)
+        return jnp.concatenate([load(array, side, page) for page in jnp.split(self.pages, len(self.pages))], axis=1)
+
+    def _interleaved(self, array: Array, side: int, pages: Array) -> Array:
+        head, sizes = self.head, (1, self.shape.page_size, self.shape.heads, 1, array.shape[-1])
+        if len(pages) == 1:
+            tokens = lax.dynamic_slice(array, (pages[0], 0, head, side, 0), sizes)
+        else:
+            starts = jnp.stack([pages, jnp.full_like(pages, head), jnp.full_like(pages, side)], axis=1)
+            numbers = lax.GatherDimensionNumbers((1, 2, 3), (0, 3), (0, 2, 3))
+            tokens = lax.gather(array, starts, numbers, sizes, mode="clip")
+        return tokens.reshape(-1, self.shape.heads, array.shape[-1]).swapaxes(0, 1)
+
+    def _split(self, array: Array, side: int, pages: Array) -> Array:
+        head, sizes = self.head, (1, self.shape.heads, 1, self.shape.page_size, array.shape[-1])
+        if len(pages) == 1:
+            tokens = lax.dynamic_slice(array, (side, head, pages[0], 0, 0), sizes)
+        else:
+            starts = jnp.stack([jnp.full_like(pages, side), jnp.full_like(pages, head), pages], axis=1)
+            numbers = lax.GatherDimensionNumbers((0, 2, 3), (0, 2), (0, 1, 2))
+            tokens = lax.gather(array, starts, numbers, sizes, mode="clip")
+        return tokens.reshape(self.shape.heads, -1, array.shape[-1])

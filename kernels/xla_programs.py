@@ -23,7 +23,8 @@ NO_WINDOW: Final = 2**31 - 1
 
 def program_shape(spec: CacheSpec, num_q_heads: int, bucket: Bucket) -> ProgramShape:
     """Returns what selects the program of a call."""
-    paging = Paging.of(spec.page_size)
+    paging = Paging.of(spec)
+    one = bucket.queries == 1
     return ProgramShape(
         layout=spec.layout,
         dtype=spec.dtype.name,
@@ -33,12 +34,12 @@ def program_shape(spec: CacheSpec, num_q_heads: int, bucket: Bucket) -> ProgramS
         num_kv_heads=spec.num_kv_heads,
         num_q_heads=num_q_heads,
         head_dim=spec.head_dim,
-        # What a step holds should stay in a core's cache: all heads of one query, or one head of many.
-        heads=spec.num_kv_heads if bucket.queries == 1 else 1,
+        # What a step holds should stay in a core's cache: many heads of one query, or one head of many.
+        heads=paging.heads if one else 1,
         queries=bucket.queries,
         items=bucket.items,
         slots=paging.slots,
-        tile=paging.tile,
+        tile=paging.tile_of_one if one else paging.tile,
     )
 
 
@@ -60,55 +61,57 @@ def alias_pages(host: HostPages, device: jax.Device) -> tuple[Pool[jax.Array], .
 
 
 class Staging(NamedTuple):
-    """Inputs of one program on one thread: written by NumPy, aliased by JAX, so that a call transfers nothing."""
+    """Inputs of one call of a program: written by NumPy, aliased by JAX, so that a call transfers nothing."""
 
     host: Inputs[np.ndarray]
     device: Inputs[jax.Array]
 
 
 class Program:
-    """One compiled program. Threads may run it at the same time, each under its own number."""
+    """One compiled program. Threads may run it at the same time, each with inputs of its own."""
 
-    def __init__(self, shape: ProgramShape, device: jax.Device, num_threads: int) -> None:
+    def __init__(self, shape: ProgramShape, device: jax.Device) -> None:
         self._inputs = input_shapes(shape)
         self._device = device
-        self._staging: list[Staging | None] = [None] * num_threads
         self._compiled = _compile(shape, device)
+        self._idle: list[Staging] = []
 
-    def run(
-        self,
-        pool: Pool[jax.Array],
-        call: Call,
-        q: Float[np.ndarray, "tokens num_q_heads head_dim"],
-        options: AttentionOptions,
-        *,
-        thread: int,
-    ) -> tuple[
-        Float32[np.ndarray, "items num_kv_heads queries group head_dim"],
-        Float32[np.ndarray, "items num_kv_heads queries group"],
-    ]:
-        """Attends over the items of a call; see `xla_kernel.attend` for what it returns."""
-        host, device = self._staged(thread)
+    def stage(
+        self, call: Call, q: Float[np.ndarray, "tokens num_q_heads head_dim"], options: AttentionOptions
+    ) -> Staging:
+        """Writes the inputs of a call."""
+        staging = self._idle.pop() if self._idle else self._allocate()
+        host = staging.host
         scale = np.float32(options.sm_scale * (options.k_scale or 1.0))
-        for block, token, length in zip(host.q, call.tokens, call.lengths, strict=False):
-            rows = by_head(q[token : token + length], len(block))
-            np.multiply(rows, scale, out=block[:, :length], dtype=np.float32)
+        if call.bucket.queries == 1:
+            blocks = host.q[: len(call.tokens)]
+            np.multiply(q[call.tokens].reshape(blocks.shape), scale, out=blocks, dtype=np.float32)
+        else:
+            for block, token, length in zip(host.q, call.tokens, call.lengths, strict=False):
+                rows = by_head(q[token : token + length], len(block))
+                np.multiply(rows, scale, out=block[:, :length], dtype=np.float32)
         host.items[: len(call.items)] = call.items
         host.table[: len(call.table)] = call.table
         host.counts[0] = len(call.items)
         host.counts[1] = min(options.sliding_window or NO_WINDOW, NO_WINDOW)
         host.soft_cap[0] = options.soft_cap or 0.0
-        out, lse = self._compiled(pool, device)
-        return np.asarray(out), np.asarray(lse)
-
-    def _staged(self, thread: int) -> Staging:
-        """Returns the inputs of a thread, allocated at its first call."""
-        staging = self._staging[thread]
-        if staging is None:
-            host = jax.tree.map(lambda array: aligned_zeros(*array), self._inputs, is_leaf=_is_shape)
-            staging = Staging(host, jax.tree.map(lambda array: alias(array, self._device), host))
-            self._staging[thread] = staging
         return staging
+
+    def run(
+        self, pool: Pool[jax.Array], staging: Staging
+    ) -> tuple[
+        Float32[np.ndarray, "items num_kv_heads queries group head_dim"],
+        Float32[np.ndarray, "items num_kv_heads queries group"],
+    ]:
+        """Attends over the items of a staged call; see `xla_kernel.attend` for what it returns."""
+        out, lse = (np.asarray(result) for result in self._compiled(pool, staging.device))
+        self._idle.append(staging)
+        shape = staging.host.q.shape
+        return out.reshape(shape), lse.reshape(shape[:-1])
+
+    def _allocate(self) -> Staging:
+        host = jax.tree.map(lambda array: aligned_zeros(*array), self._inputs, is_leaf=_is_shape)
+        return Staging(host, jax.tree.map(lambda array: alias(array, self._device), host))
 
 
 def _compile(shape: ProgramShape, device: jax.Device) -> Any:
@@ -118,7 +121,9 @@ def _compile(shape: ProgramShape, device: jax.Device) -> Any:
         (pool_shapes(shape), input_shapes(shape)),
         is_leaf=_is_shape,
     )
-    return jax.jit(partial(attend, shape)).lower(pool, inputs).compile()
+    # By itself XLA uses half of what AVX-512 has; where there is none, the option changes nothing.
+    options: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
+    return jax.jit(partial(attend, shape)).lower(pool, inputs).compile(compiler_options=options)
 
 
 def _is_shape(node: object) -> bool:

@@ -40,6 +40,11 @@ class Results:
         if self._merges:
             self._parts.append((call, out, lse))
             return
+        if call.bucket.queries == 1:
+            count = len(call.tokens)
+            self.out[call.tokens] = (out[:count] * self._v_scale).reshape(count, *self.out.shape[1:])
+            self.lse[call.tokens] = lse[:count].reshape(count, -1)
+            return
         for i, (token, length) in enumerate(zip(call.tokens, call.lengths, strict=True)):
             rows = slice(token, token + length)
             mine = by_head(self.out[rows], len(out[i]))

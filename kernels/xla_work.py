@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from attnd.kernels.contract import RaggedBatch
+from attnd.kernels.contract import CacheSpec, RaggedBatch
 
 # A second thread costs about as much as attending over this many numbers of keys and of values, some 0.1 ms.
 WORTH_A_THREAD: Final = 1 << 18
@@ -15,6 +16,11 @@ WORTH_A_THREAD: Final = 1 << 18
 
 # Keys of a step. Fewer cost more steps; the numbers of more leave a core's cache.
 TILE: Final = 256
+# Most numbers of a key that a step of one query takes: as many heads as have them.
+KEY_MAX: Final = 1024
+# Where a piece of program touches as many bytes, XLA shares it among its threads. Each then finds half of its inputs in
+# another core's cache, and all cores are at work anyway: that cost more than half of the time.
+SHARED_BYTES: Final = 1 << 19
 SLOTS: Final = 1 << 16
 # A sequence of more blocks than this takes the next larger ones.
 BLOCKS_MAX: Final = 4
@@ -35,20 +41,40 @@ class Paging:
     Attributes:
         page_size: Tokens of a page as programs see it: a divisor of the cache's.
         parts: Such pages in one of the cache's.
-        tile: Keys of a step: whole pages.
+        heads: KV heads of a step of one query; a divisor of the cache's.
+        tile: Keys of a step of many queries, which takes one head: whole pages.
+        tile_of_one: Keys of a step of one query: whole pages.
         slots: Most pages of a call.
     """
 
     page_size: int
     parts: int
+    heads: int
     tile: int
+    tile_of_one: int
     slots: int
 
     @classmethod
-    def of(cls, page_size: int) -> "Paging":
+    def of(cls, spec: CacheSpec) -> "Paging":
         """Returns the paging of a cache."""
-        part = max(size for size in range(1, min(TILE, page_size) + 1) if page_size % size == 0)
-        return cls(page_size=part, parts=page_size // part, tile=TILE // part * part, slots=SLOTS)
+        heads = _divisor(spec.num_kv_heads, KEY_MAX // spec.head_dim)
+        read_and_written = heads * spec.head_dim * (spec.dtype.itemsize + np.dtype(np.float32).itemsize)
+        tile = min(TILE, (SHARED_BYTES - 1) // read_and_written)
+        part = _divisor(spec.page_size, tile)
+        return cls(
+            page_size=part,
+            parts=spec.page_size // part,
+            heads=heads,
+            tile=TILE // part * part,
+            tile_of_one=max(1, tile // part) * part,
+            slots=SLOTS,
+        )
+
+
+@cache
+def _divisor(number: int, most: int) -> int:
+    """Returns the greatest divisor that is at most `most`, or 1."""
+    return max(size for size in range(1, max(1, min(most, number)) + 1) if number % size == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ def test_every_query_meets_every_key_that_it_sees_once(seed):
     window = int(rng.integers(1, 200)) if seed % 2 else None
     case = Case(name="plan", kv_lens=(1,), q_lens=(1,), page_size=page_size, num_pages=10**6)
     batch = _batch(rng, case.spec, q_lens, kv_lens)
-    paging = dataclasses.replace(Paging.of(page_size), slots=int(rng.integers(260, 400)))
+    paging = dataclasses.replace(Paging.of(case.spec), slots=int(rng.integers(260, 400)))
     buckets = [Bucket(queries=1, items=3), Bucket(queries=8, items=2)]
     work = plan(batch, window, paging=paging, key_size=2**18, buckets=buckets, num_threads=int(rng.integers(1, 4)))
     met = [np.zeros((n, kv), int) for n, kv in zip(q_lens, kv_lens, strict=True)]
