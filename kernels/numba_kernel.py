@@ -62,8 +62,22 @@ def _prefetch(_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
-# What the decorator returns takes the last two arguments alone, which a type checker does not see.
+@intrinsic
+def _prefer_wide_vectors(_context: Any) -> Any:
+    """Lets the function that calls it use vectors of 512 bits; for most processors that have them, LLVM does not."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        attributes = builder.function.attributes
+        if isinstance(attributes, set):  # llvmlite knows few attributes by name, and its own method refuses others
+            set.add(attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+# What the decorator returns takes the arguments after the context alone, which a type checker does not see.
 _prefetched: Final = cast("Callable[[Any, int], None]", _prefetch)
+_with_wide_vectors: Final = cast("Callable[[], None]", _prefer_wide_vectors)
 
 
 @_helper
@@ -180,6 +194,7 @@ def _score(
     Meanwhile memory is asked for what the next tile needs. Unsigned indices spare each access the test for an index
     from the end, which would forbid vectors.
     """
+    _with_wide_vectors()
     group, head_dim = q.shape
     for t in range(0, count, 2):
         _fetch(bits, ahead[t] + head, value_offset, head_dim)
@@ -213,6 +228,7 @@ def _score(
 @numba.njit(fastmath={"nnan", "nsz"}, forceinline=True)
 def _largest(row: Float32[np.ndarray, " tile"]) -> Any:
     """Returns the largest of a tile's scores; numbers alone: the search for one that is none forbids vectors."""
+    _with_wide_vectors()
     largest = row[0]
     for t in range(len(row)):
         largest = max(largest, row[t])
@@ -229,6 +245,7 @@ def _weigh(
     out: Float32[np.ndarray, "group head_dim"],
 ) -> None:
     """Turns scores into weights relative to the largest seen so far, to which it rescales what has been summed."""
+    _with_wide_vectors()
     group, head_dim = out.shape
     for g in range(group):
         row = scores[g]
@@ -263,6 +280,7 @@ def _add(
     kind: int,
 ) -> None:
     """Adds a tile's weighted values to the sums of one KV head: four values to two queries at a time, or to one."""
+    _with_wide_vectors()
     group, head_dim = out.shape
     for t in range(0, count, 4):
         a, b = np.uint64(here[t] + head), np.uint64(here[t + 1] + head)
@@ -295,6 +313,7 @@ def _multiply_scales(
     rows: Float32[np.ndarray, "group tile"],
 ) -> None:
     """Multiplies scores or weights by the scales of their keys or values."""
+    _with_wide_vectors()
     for t in range(count):
         scale = scales[(here[t] + head) // head_dim] * np.float32(1 / INT8_SCALE)
         for g in range(len(rows)):
@@ -315,6 +334,7 @@ def _attend(
     kind: int,
 ) -> None:
     """Attends over the items; see `compiled`."""
+    _with_wide_vectors()
     num_kv_heads, group, head_dim = q.shape[1], q.shape[2], q.shape[3]
     head_stride, value_offset = paging[3], paging[4]
     here, ahead = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
