@@ -106,7 +106,7 @@ class Dialogue:
         self._plans.pop(step, None)
 
 
-def pack(sending: Sending, request_id: int, plan_id: int, message_bytes_max: int) -> bytes:
+def pack(sending: Sending, request_id: int, plan_id: int, message_bytes_max: int, *, others_wait: bool) -> bytes:
     """Returns the bytes of a request.
 
     Raises:
@@ -115,7 +115,7 @@ def pack(sending: Sending, request_id: int, plan_id: int, message_bytes_max: int
     check_size(sending, sum(array.nbytes for array in sending.arrays.values()), message_bytes_max)
     request: Any = sending.request
     request.plan_id = plan_id
-    outer = attention_pb2.SessionRequest(id=request_id, timeout_s=sending.timeout_s)
+    outer = attention_pb2.SessionRequest(id=request_id, timeout_s=sending.timeout_s, others_wait=others_wait)
     message = envelope.pack_within([(outer, "planned")], request, sending.arrays)
     check_size(sending, len(message), message_bytes_max)
     return message

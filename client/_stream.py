@@ -125,10 +125,11 @@ class Stream:
             if plan.message:
                 self._pipe.send(plan.message)
             request_id = self._dialogue.next_id()
+            others_wait = bool(self._waiting)
             self._waiting[request_id] = waiting
         sent = False
         try:
-            message = _session.pack(sending, request_id, plan.plan_id, message_bytes_max)
+            message = _session.pack(sending, request_id, plan.plan_id, message_bytes_max, others_wait=others_wait)
             self._watchdog.watch(deadline)
             self._pipe.send(message)
             sent = True

@@ -100,7 +100,8 @@ class AsyncStream:
         request_id = self._dialogue.next_id()
         if plan.message:
             self._send(plan.message)
-        message = _session.pack(sending, request_id, plan.plan_id, message_bytes_max)
+        others_wait = bool(self._waiting)
+        message = _session.pack(sending, request_id, plan.plan_id, message_bytes_max, others_wait=others_wait)
         self._send(message)
         answer = self._waiting[request_id] = asyncio.get_running_loop().create_future()
         try:

@@ -33,7 +33,7 @@ class Caller:
         received_at_ns: `time.monotonic_ns()` at which its message had been received.
         tenant: Who calls: the common name of the client's certificate, or what the call says where there is none.
         fetch: Returns elements that lie in memory which the connection shares; None if it shares none.
-        connection: What the call came by, if that carries one call after the other.
+        connection: What calls have in common that come one after the other; None if they may come at the same time.
     """
 
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)

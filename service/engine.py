@@ -104,7 +104,7 @@ class Engine:
             expires_at: `time.monotonic()` after which the work must not begin.
             settle: Called on the event loop's thread when the work has ended or was dropped, before this returns;
                 with True if the work succeeded and its caller still waits. Called, too, when the queue is full.
-            connection: What carries one call of the caller's after the other; None if nothing does.
+            connection: What calls have in common that come one after the other; None if none waits for the other.
 
         Raises:
             ResourceExhaustedError: The queue is full.

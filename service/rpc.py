@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -26,17 +26,34 @@ _NO_DEADLINE_S: Final = 1e9
 def generic_handlers(dispatcher: Dispatcher) -> Iterable[grpc.GenericRpcHandler]:
     """Returns the gRPC handlers of the dispatcher's services."""
     services: defaultdict[str, dict[str, grpc.RpcMethodHandler[bytes, bytes]]] = defaultdict(dict)
+    unary_calls = _UnaryCalls()
     for path, method in dispatcher.methods.items():
-        services[method.containing_service.full_name][method.name] = _method(dispatcher, path)
+        services[method.containing_service.full_name][method.name] = _method(dispatcher, path, unary_calls)
     return [grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items()]
 
 
-def _method(dispatcher: Dispatcher, path: str) -> "grpc.RpcMethodHandler[bytes, bytes]":
+class _UnaryCalls:
+    """The unary calls of all clients. gRPC does not say which connection brought which."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+
+    def __enter__(self) -> Hashable:
+        """Counts a call; returns what calls that come alone have in common, or what is this one's only."""
+        self._num_open += 1
+        return self if self._num_open == 1 else object()
+
+    def __exit__(self, *_: object) -> None:
+        self._num_open -= 1
+
+
+def _method(dispatcher: Dispatcher, path: str, unary_calls: _UnaryCalls) -> "grpc.RpcMethodHandler[bytes, bytes]":
     # Bytes in and out: gRPC would answer a malformed message with INTERNAL before any handler saw it.
     method = dispatcher.methods[path]
 
     async def unary(message: bytes, context: Context) -> bytes:
-        answer = await dispatcher.answer(path, message, await _caller(context))
+        with unary_calls as connection:
+            answer = await dispatcher.answer(path, message, await _caller(context, connection))
         if not isinstance(answer, Reply):
             await _abort(context, answer)
         return answer.pack()
@@ -74,7 +91,7 @@ def _sender(context: Context) -> Send:
     return send
 
 
-async def _caller(context: Context) -> Caller:
+async def _caller(context: Context, connection: Hashable = None) -> Caller:
     received_at_ns = time.monotonic_ns()
     remaining_s = context.time_remaining()
     limited = remaining_s is not None and remaining_s < _NO_DEADLINE_S
@@ -86,6 +103,7 @@ async def _caller(context: Context) -> Caller:
         expires_at=time.monotonic() + remaining_s if limited else math.inf,
         received_at_ns=received_at_ns,
         tenant=tenant,
+        connection=connection,
     )
 
 

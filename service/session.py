@@ -225,6 +225,8 @@ class Session:
                 expires_at=expires_at,
                 received_at_ns=received_at_ns,
                 tenant=self._caller.tenant,
+                # A call that waits for no other, and keeps none waiting, gains nothing from the engine's thread.
+                connection=None if header.others_wait or self._num_calls else self,
             ),
             size_bytes=size_bytes,
             before=self._last,

@@ -150,9 +150,10 @@ class ValidateBatchResponse(_message.Message):
     def __init__(self, violations: _Optional[_Iterable[_Union[Violation, _Mapping]]] = ..., num_violations: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("id", "timeout_s", "plan", "planned", "cancel", "ragged_paged_attention", "paged_attention", "attend")
+    __slots__ = ("id", "timeout_s", "others_wait", "plan", "planned", "cancel", "ragged_paged_attention", "paged_attention", "attend")
     ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_WAIT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PLANNED_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -161,13 +162,14 @@ class SessionRequest(_message.Message):
     ATTEND_FIELD_NUMBER: _ClassVar[int]
     id: int
     timeout_s: float
+    others_wait: bool
     plan: PlanRequest
     planned: PlannedAttendRequest
     cancel: CancelRequest
     ragged_paged_attention: RaggedPagedAttentionRequest
     paged_attention: PagedAttentionRequest
     attend: AttendRequest
-    def __init__(self, id: _Optional[int] = ..., timeout_s: _Optional[float] = ..., plan: _Optional[_Union[PlanRequest, _Mapping]] = ..., planned: _Optional[_Union[PlannedAttendRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., ragged_paged_attention: _Optional[_Union[RaggedPagedAttentionRequest, _Mapping]] = ..., paged_attention: _Optional[_Union[PagedAttentionRequest, _Mapping]] = ..., attend: _Optional[_Union[AttendRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., timeout_s: _Optional[float] = ..., others_wait: bool = ..., plan: _Optional[_Union[PlanRequest, _Mapping]] = ..., planned: _Optional[_Union[PlannedAttendRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., ragged_paged_attention: _Optional[_Union[RaggedPagedAttentionRequest, _Mapping]] = ..., paged_attention: _Optional[_Union[PagedAttentionRequest, _Mapping]] = ..., attend: _Optional[_Union[AttendRequest, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("id", "status", "plan", "ragged_paged_attention", "paged_attention", "attend")
