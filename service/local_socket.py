@@ -8,6 +8,8 @@ import secrets
 import socket
 import stat
 import struct
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +22,8 @@ CONNECTIONS_MAX: Final = 128
 """Connections at a time. Each may share `local.SEGMENT_BYTES` of address space; what it touches takes memory."""
 
 _PATH_BYTES_MAX: Final = 107
+_TEMPORARY_PREFIX: Final = ".attnd-"
+_TEMPORARY_AGE_S_MAX: Final = 60.0
 _POLL_S: Final = 0.02
 
 _log = logging.getLogger(__name__)
@@ -149,21 +153,38 @@ def _default_path(directory: Path) -> Path:
 
 
 def _listen(path: Path) -> socket.socket:
-    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
-        raise ConfigError(f"The path of a local socket has at most {_PATH_BYTES_MAX} bytes: {path} is too long.")
-    if _is_stale(path):
-        path.unlink(missing_ok=True)
+    # Before it listens, a socket looks like one that was left behind: it gets its name, which other servers look at,
+    # when it does.
+    temporary = path.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(4)}"
+    for each in (path, temporary):
+        if len(os.fsencode(each)) > _PATH_BYTES_MAX:
+            raise ConfigError(f"The path of a local socket has at most {_PATH_BYTES_MAX} bytes: {each} is too long.")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        listener.bind(str(path))
-        path.chmod(0o600)  # before it listens: nobody has been let in by then
-        listener.listen(CONNECTIONS_MAX)
+        try:
+            listener.bind(str(temporary))
+            temporary.chmod(0o600)  # before it listens: nobody has been let in by then
+            listener.listen(CONNECTIONS_MAX)
+            _remove_temporary(path.parent)
+            if _is_stale(path):
+                path.unlink(missing_ok=True)
+            os.link(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         listener.close()
-        taken = error.errno == errno.EADDRINUSE
+        taken = error.errno == errno.EEXIST
         why = "another server listens there, or it is no socket" if taken else error.strerror
         raise ConfigError(f"Cannot listen on {path}: {why}.") from error
     return listener
+
+
+def _remove_temporary(folder: Path) -> None:
+    """Removes what servers left behind that were killed before they listened: what refuses and is no longer new."""
+    for left in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+        with suppress(OSError):  # it is gone, or another user's
+            if time.time() - left.lstat().st_mtime > _TEMPORARY_AGE_S_MAX and _is_stale(left):
+                left.unlink()
 
 
 def _is_stale(path: Path) -> bool:

@@ -7,6 +7,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import psutil
 import pytest
 
 from attnd.client import Client
+from attnd.service import local_socket
+from attnd.service.config import ServerConfig
 from attnd.v1 import cache_pb2, local
 from attnd.v1.local import Kind
 from tests.support.local import INFO_PATH, RawLine, fresh_cache, offer_of, raw_line, refusal
@@ -104,6 +107,38 @@ def test_a_socket_left_behind_is_replaced_and_nothing_else_is(tmp_path):
     with pytest.raises(RuntimeError, match="no socket"), attnd_server("--local-socket", str(path)):
         pass
     assert path.read_text() == "precious"
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_socket_that_does_not_listen_yet_is_not_taken_for_one_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    real, servers = socket.socket.listen, []
+
+    def listen(self, backlog):
+        monkeypatch.setattr(socket.socket, "listen", real)
+        servers.append(local_socket.listen(ServerConfig()))
+        real(self, backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", listen)
+    servers.append(local_socket.listen(ServerConfig()))
+    for server in servers:
+        with server.listening, socket.socket(socket.AF_UNIX) as connected:
+            connected.connect(str(server.path))
+            assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
+
+
+def test_what_a_server_killed_before_it_listened_left_behind_is_removed_once_it_is_old(tmp_path):
+    names = [f".attnd-{name}" for name in ("old", "new", "listening")]
+    sockets = [socket.socket(socket.AF_UNIX) for _ in names]
+    for name, left in zip(names, sockets, strict=True):
+        left.bind(str(tmp_path / name))
+        if name != ".attnd-new":
+            os.utime(tmp_path / name, (0, 0))
+    sockets[2].listen()
+    server = local_socket.listen(ServerConfig(local_socket_path=tmp_path / "attnd.sock"))
+    for opened in (*sockets, server.listening):
+        opened.close()
+    assert set(os.listdir(tmp_path)) == {*names[1:], "attnd.sock"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
