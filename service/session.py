@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -200,9 +201,9 @@ class Session:
 
     def end(self) -> None:
         """Reads no further; what has been read is answered."""
-        self._ending = True
-        if not self._reading.expired():
+        with suppress(RuntimeError):  # it reads no more already, and ends by itself
             self._reading.reschedule(asyncio.get_running_loop().time())
+            self._ending = True
 
     async def _admit(self, message: bytes, calls: asyncio.TaskGroup) -> None:
         received_at_ns = time.monotonic_ns()

@@ -388,3 +388,33 @@ def test_a_call_comes_alone_unless_others_wait_in_its_session_or_its_client_says
 
     asyncio.run(scenario())
     assert alone == {0: True, 1: False, 2: True, 3: False}
+
+
+def test_a_server_may_stop_while_a_session_that_its_caller_has_ended_is_answered():
+    messages = iter([pb.SessionRequest(id=1, attend=pb.AttendRequest()).SerializeToString()])
+    sent = []
+
+    async def scenario():
+        at_work, go_on = asyncio.Event(), asyncio.Event()
+
+        async def attend(*_):
+            at_work.set()
+            await go_on.wait()
+            return Reply(pb.AttendResponse())
+
+        async def receive():
+            return next(messages, None)
+
+        async def send(reply):
+            sent.append(reply)
+
+        handlers = Handlers(whole={"attend": attend}, plan={}, planned=attend)
+        session = ServedSession(handlers, send, Caller(expires_at=math.inf, received_at_ns=0, tenant=""))
+        running = asyncio.create_task(session.run(receive))
+        await at_work.wait()
+        session.end()
+        go_on.set()
+        await running
+
+    asyncio.run(scenario())
+    assert len(sent) == 1
