@@ -36,17 +36,27 @@ class Listener:
     Attributes:
         listening: The socket.
         path: Where it is.
+        identity: The device and number of its file.
         token: What clients must say first.
     """
 
     listening: socket.socket
     path: Path
+    identity: tuple[int, int] | None
     token: bytes
 
     @property
     def offer(self) -> server_pb2.LocalSocket:
         """What clients are told of it."""
         return server_pb2.LocalSocket(path=str(self.path), token=self.token)
+
+    def close(self) -> None:
+        """Lets no one in any more, and removes the file."""
+        if self.listening.fileno() < 0:
+            return
+        self.listening.close()
+        if _identity(self.path) == self.identity:  # or another server has taken the place
+            self.path.unlink(missing_ok=True)
 
 
 def listen(config: ServerConfig) -> Listener | None:
@@ -60,7 +70,12 @@ def listen(config: ServerConfig) -> Listener | None:
     try:
         _require_possible(config)
         path = config.local_socket_path or _default_path(config.temporary_directory)
-        return Listener(listening=_listen(path), path=path, token=secrets.token_bytes(local.TOKEN_BYTES))
+        return Listener(
+            listening=_listen(path),
+            path=path,
+            identity=_identity(path),
+            token=secrets.token_bytes(local.TOKEN_BYTES),
+        )
     except ConfigError as error:
         if config.local_socket_path is not None:
             raise
@@ -77,13 +92,12 @@ class LocalFront:
     """
 
     def __init__(self, listener: Listener, services: Services) -> None:
-        self._path = listener.path
         self._services = services
         self._connections: set[Connection] = set()
         self._loop = asyncio.get_running_loop()
-        self._listener = listener.listening
-        self._identity = _identity(listener.path)
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._listener = listener
+        self._listening = listener.listening
+        self._loop.add_reader(self._listening.fileno(), self._accept)
 
     @property
     def num_connections(self) -> int:
@@ -92,10 +106,8 @@ class LocalFront:
 
     async def stop(self, grace_s: float) -> None:
         """Lets no one in any more, ends what is idle, and what is not when its call has ended or time is up."""
-        self._loop.remove_reader(self._listener.fileno())
+        self._loop.remove_reader(self._listening.fileno())
         self._listener.close()
-        if _identity(self._path) == self._identity:  # or another server has taken the place
-            self._path.unlink(missing_ok=True)
         ends_at = self._loop.time() + grace_s
         while self._connections:
             for connection in list(self._connections):
@@ -105,12 +117,12 @@ class LocalFront:
 
     def _accept(self) -> None:
         try:
-            connected, _ = self._listener.accept()
+            connected, _ = self._listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
         except OSError as error:  # no descriptors are left: the one that waits would wake us again at once
             _log.warning("no local connection can be accepted: %s", error.strerror)
-            self._loop.remove_reader(self._listener.fileno())
+            self._loop.remove_reader(self._listening.fileno())
             self._loop.call_later(1.0, self._accept_again)
             return
         if not _is_own(connected) or len(self._connections) >= CONNECTIONS_MAX:
@@ -119,8 +131,8 @@ class LocalFront:
         self._connections.add(Connection(connected, self._services, self._connections.discard))
 
     def _accept_again(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
+        if self._listening.fileno() >= 0:
+            self._loop.add_reader(self._listening.fileno(), self._accept)
 
 
 def _require_possible(config: ServerConfig) -> None:

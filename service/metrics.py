@@ -73,9 +73,16 @@ class Metrics:
         """Adds what is looked up when somebody asks: the depth of the queue, and what caches hold."""
         self.registry.register(_Holdings(engine, caches))
 
-    def serve(self, host: str, port: int) -> None:
-        """Answers `GET /metrics` on a thread of its own, until the process ends."""
-        start_http_server(port, host, registry=self.registry)
+    def serve(self, host: str, port: int) -> Callable[[], None]:
+        """Answers `GET /metrics` on a thread of its own; returns what ends it, and blocks for up to half a second."""
+        server, thread = start_http_server(port, host, registry=self.registry)
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop
 
 
 class _Before(Collector):

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -75,61 +75,47 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
     """
     # A program of XLA:CPU is run by the thread that calls it: handing it to another costs more than a small call.
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
-    metrics = Metrics()
-    engine = Engine(queue_depth_max=config.queue_depth_max, batch_calls_max=config.batch_calls_max, metrics=metrics)
-    world = World()
-    caches = CacheRegistry(engine, config, platform=jax.default_backend(), world=world)
-    persistence, lock = None, None
-    if config.data_dir is not None:
-        lock = FolderLock(config.data_dir)
-        persistence = Persistence(config.data_dir, Files(), caches, engine, world)
-    attention = AttentionHandlers(caches, engine)
-    listener = local_socket.listen(config)
-    services = {
-        attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: attention,
-        cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine, world, persistence),
-        server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(
-            config, caches, engine, metrics, listener
-        ),
-    }
-    server = grpc.aio.server(options=_OPTIONS)
-    dispatcher = Dispatcher(services)
-    server.add_generic_rpc_handlers(generic_handlers(dispatcher))
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names = [service.full_name for service in services]
-    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    port = _listen(server, config)
-    metrics.watch(engine, caches)
-    if config.metrics_port is not None:
-        _serve_metrics(metrics, config.host, config.metrics_port)
-    if persistence is not None:
-        try:
-            await persistence.restore_all()
-        except OSError as error:
-            raise ConfigError(f"The data directory {config.data_dir} cannot be read: {error.strerror}.") from error
-    await server.start()
-    front = _serve_locally(listener, dispatcher, attention)
-    own = [asyncio.create_task(_sweep(caches))]
-    if persistence is not None and config.save_interval_s is not None:
-        own.append(asyncio.create_task(persistence.save_every(config.save_interval_s)))
-    for name in ("", *names):
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    running_server = RunningServer(config.host, port)
-    try:
-        yield running_server
-    finally:
-        await health_servicer.enter_graceful_shutdown()
-        attention.end_sessions()
-        await asyncio.gather(*[each.stop(config.grace_s) for each in (server, front) if each is not None])
-        for task in own:
-            task.cancel()
+    async with AsyncExitStack() as started:  # what is in it is ended, the last first, whatever fails
+        if config.data_dir is not None:
+            started.callback(FolderLock(config.data_dir).release)
+        metrics, world = Metrics(), World()
+        engine = Engine(queue_depth_max=config.queue_depth_max, batch_calls_max=config.batch_calls_max, metrics=metrics)
+        started.push_async_callback(engine.stop)
+        caches = CacheRegistry(engine, config, platform=jax.default_backend(), world=world)
+        persistence = None if config.data_dir is None else Persistence(config.data_dir, Files(), caches, engine, world)
+        attention = AttentionHandlers(caches, engine)
+        listener = local_socket.listen(config)
+        if listener is not None:
+            started.callback(listener.close)
+        services = {
+            attention_pb2.DESCRIPTOR.services_by_name["AttentionService"]: attention,
+            cache_pb2.DESCRIPTOR.services_by_name["CacheService"]: CacheHandlers(caches, engine, world, persistence),
+            server_pb2.DESCRIPTOR.services_by_name["ServerService"]: ServerHandlers(
+                config, caches, engine, metrics, listener
+            ),
+        }
+        dispatcher = Dispatcher(services)
+        names = [service.full_name for service in services]
+        server, health_servicer = _grpc_server(dispatcher, names)
+        started.push_async_callback(server.stop, None)
+        running_server = RunningServer(config.host, _listen(server, config))
+        metrics.watch(engine, caches)
+        if config.metrics_port is not None:
+            started.push_async_callback(asyncio.to_thread, _serve_metrics(metrics, config.host, config.metrics_port))
         if persistence is not None:
-            await persistence.finish()
-            running_server.unsaved.extend(await persistence.save_all())
-        await engine.stop()
-        if lock is not None:
-            lock.release()
+            await _restore_all(persistence, config)
+            started.push_async_callback(_save_all, persistence, running_server.unsaved)
+            if config.save_interval_s is not None:
+                started.callback(asyncio.create_task(persistence.save_every(config.save_interval_s)).cancel)
+        started.callback(asyncio.create_task(_sweep(caches)).cancel)
+        await server.start()
+        front = _serve_locally(listener, dispatcher, attention)
+        started.push_async_callback(_stop, [each for each in (server, front) if each is not None], config.grace_s)
+        started.callback(attention.end_sessions)
+        started.push_async_callback(health_servicer.enter_graceful_shutdown)
+        for name in ("", *names):
+            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        yield running_server
 
 
 async def serve(config: ServerConfig) -> None:
@@ -151,6 +137,32 @@ async def serve(config: ServerConfig) -> None:
         raise UnsavedError(f"Not saved, the log has why: {', '.join(server.unsaved)}")
 
 
+def _grpc_server(dispatcher: Dispatcher, names: list[str]) -> "tuple[grpc.aio.Server, health.aio.HealthServicer]":
+    """Returns the gRPC front of the services of these names, and the health that it tells."""
+    server = grpc.aio.server(options=_OPTIONS)
+    server.add_generic_rpc_handlers(generic_handlers(dispatcher))
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    return server, health_servicer
+
+
+async def _restore_all(persistence: Persistence, config: ServerConfig) -> None:
+    try:
+        await persistence.restore_all()
+    except OSError as error:
+        raise ConfigError(f"The data directory {config.data_dir} cannot be read: {error.strerror}.") from error
+
+
+async def _save_all(persistence: Persistence, unsaved: list[str]) -> None:
+    await persistence.finish()
+    unsaved.extend(await persistence.save_all())
+
+
+async def _stop(fronts: "Sequence[grpc.aio.Server | local_socket.LocalFront]", grace_s: float) -> None:
+    await asyncio.gather(*[front.stop(grace_s) for front in fronts])
+
+
 async def _sweep(caches: CacheRegistry) -> None:
     """Gives the pages of sequences back whose lease is over; they are answered as unknown from that moment on."""
     while True:
@@ -170,9 +182,9 @@ def _serve_locally(
     return local_socket.LocalFront(listener, services)
 
 
-def _serve_metrics(metrics: Metrics, host: str, port: int) -> None:
+def _serve_metrics(metrics: Metrics, host: str, port: int) -> Callable[[], None]:
     try:
-        metrics.serve(host, port)
+        return metrics.serve(host, port)
     except OSError as error:
         raise ConfigError(f"Cannot serve metrics on port {port}: {error.strerror}.") from error
 
