@@ -82,11 +82,13 @@ def listener(answer: bytes | None):
         listening.settimeout(0.05)
         thread = threading.Thread(target=serve)
         thread.start()
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
-        stop.set()
-        thread.join()
-        for connection in opened:
-            connection.close()
+        try:
+            yield f"127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            stop.set()
+            thread.join()
+            for connection in opened:
+                connection.close()
 
 
 @contextmanager
@@ -96,8 +98,10 @@ def serving(*handlers: grpc.GenericRpcHandler):
     server.add_generic_rpc_handlers(handlers)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(0).wait()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
 
 
 @contextmanager
@@ -127,8 +131,12 @@ def cutting_proxy(address: str):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=serve)
         thread.start()
-        yield f"127.0.0.1:{listening.getsockname()[1]}", cut
-        thread.join(20)
+        try:
+            yield f"127.0.0.1:{listening.getsockname()[1]}", cut
+        finally:
+            with suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)
+            thread.join(20)
 
 
 def free_address() -> str:

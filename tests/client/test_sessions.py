@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import grpc
 import numpy as np
@@ -41,22 +40,25 @@ def run(request: pytest.FixtureRequest) -> Iterator[Driver]:
 @contextmanager
 def server_here():
     """A server in a thread of this process, so that a test can look at what it does."""
-    started: list[Any] = []
-    ready = threading.Event()
+    started: list[str] = []
+    ready, stop = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        stop = asyncio.Event()
         async with service.running(ServerConfig(port=0, warm_up=False, grace_s=2)) as running:
-            started.extend((f"127.0.0.1:{running.port}", asyncio.get_running_loop(), stop))
+            started.append(f"127.0.0.1:{running.port}")
             ready.set()
-            await stop.wait()
+            await asyncio.to_thread(stop.wait)
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert ready.wait(60)
-    yield started[0]
-    started[1].call_soon_threadsafe(started[2].set)
-    thread.join(30)
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(asyncio.run, serve())
+        serving.add_done_callback(lambda _: ready.set())
+        try:
+            ready.wait()
+            if started:
+                yield started[0]
+        finally:
+            stop.set()
+            serving.result()
 
 
 @contextmanager
@@ -90,15 +92,17 @@ def breaking_proxy(address: str):
     listening = socket.create_server(("127.0.0.1", 0))
     accepting = threading.Thread(target=serve)
     accepting.start()
-    yield f"127.0.0.1:{listening.getsockname()[1]}", cut
-    with suppress(OSError):
-        listening.shutdown(socket.SHUT_RDWR)
-    listening.close()
-    cut()
-    for thread in (accepting, *threads):
-        thread.join(20)
-    for end in ends:
-        end.close()
+    try:
+        yield f"127.0.0.1:{listening.getsockname()[1]}", cut
+    finally:
+        with suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        cut()
+        for thread in (accepting, *threads):
+            thread.join(20)
+        for end in ends:
+            end.close()
 
 
 def count_calls(monkeypatch, target, name: str, counts: Counter) -> None:
