@@ -2,7 +2,7 @@
 
 import enum
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -303,9 +303,7 @@ class CacheRegistry:
 
     def sweep(self) -> None:
         """Releases the sequences whose lease is over."""
-        for cache in self._by_id.values():
-            if cache.sequences is not None:
-                cache.sequences.sweep()
+        _sweep(self._by_id.values())
 
     def _require_memory(self, spec: CacheSpec) -> None:
         free_bytes = self._size_bytes_max - self.size_bytes
@@ -318,9 +316,12 @@ class CacheRegistry:
         known = {cache.tenant for cache in self._by_id.values()} | {of for of, _ in self._being_created} | {tenant}
         self._quotas = {of: quota for of, quota in self._quotas.items() if of in known or not quota.is_idle}
         config = self._config
-        return self._quotas.setdefault(
-            tenant, Quota(pages_max=config.tenant_pages_max, sequences_max=config.tenant_sequences_max)
+        quota = Quota(
+            pages_max=config.tenant_pages_max,
+            sequences_max=config.tenant_sequences_max,
+            sweep=lambda: _sweep(self.of(tenant)),
         )
+        return self._quotas.setdefault(tenant, quota)
 
     def _sequences(
         self, tenant: str, spec: CacheSpec, implementation: Implementation[Any], pages: Any
@@ -329,3 +330,9 @@ class CacheRegistry:
             self._engine.post(lambda: implementation.clear(pages, freed), then, lane=tenant)
 
         return SequenceTable(spec, clear, quota=self._quotas[tenant], world=self._world, lease_s=self._config.lease_s)
+
+
+def _sweep(caches: Iterable[Cache]) -> None:
+    for cache in caches:
+        if cache.sequences is not None:
+            cache.sequences.sweep()

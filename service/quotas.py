@@ -1,17 +1,31 @@
 """What one tenant may hold, over all its caches."""
 
+import math
+from collections.abc import Callable
+
 from attnd.service.errors import ResourceExhaustedError
 
 
 class Quota:
     """The pages and sequences of one tenant. Used from the event loop's thread.
 
+    Attributes:
+        sweep: Releases the tenant's sequences whose lease is over, in all its caches: they count until then.
+
     Args:
         pages_max: Pages that it may hold; None: any number.
         sequences_max: Sequences that it may hold; None: any number.
+        sweep: See above; by default there is nothing to release.
     """
 
-    def __init__(self, *, pages_max: int | None = None, sequences_max: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        pages_max: int | None = None,
+        sequences_max: int | None = None,
+        sweep: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.sweep = sweep
         self._pages_max = pages_max
         self._sequences_max = sequences_max
         self._num_pages = 0
@@ -26,6 +40,11 @@ class Quota:
     def num_sequences(self) -> int:
         """Sequences that it holds."""
         return self._num_sequences
+
+    @property
+    def num_sequences_left(self) -> float:
+        """Sequences that it may create; infinite if any number."""
+        return math.inf if self._sequences_max is None else self._sequences_max - self._num_sequences
 
     @property
     def is_idle(self) -> bool:

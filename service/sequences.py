@@ -92,10 +92,10 @@ class SequenceTable:
         """
         if not 1 <= num_sequences <= SEQUENCES_MAX:
             raise InvalidArgumentError.of("num_sequences", f"{num_sequences=} must be in [1, {SEQUENCES_MAX}].")
-        if lease_s is None:
-            lease_s = self._lease_s
+        lease_s = self._lease_s if lease_s is None else lease_s
         if not 0 < lease_s <= LEASE_S_MAX:
             raise InvalidArgumentError.of("lease_s", f"{lease_s=} must be in (0, {LEASE_S_MAX:.0f}].")
+        self._make_room(num_sequences)
         self._admit(num_sequences)
         return [self._add(np.zeros(self._spec.num_layers, np.int32), lease_s).handle for _ in range(num_sequences)]
 
@@ -110,6 +110,7 @@ class SequenceTable:
             DataLossError: Some of its tokens are lost.
             ResourceExhaustedError: The cache holds its limit of sequences, or the tenant its quota.
         """
+        self._make_room(1)  # before the parent is found: the sweep must not take it
         (parent,) = self._find_whole([handle], field="sequence")
         self._admit(1)
         child = self._add(parent.layer_lens.copy(), parent.lease_s)
@@ -279,6 +280,7 @@ class SequenceTable:
             ResourceExhaustedError: Too few pages are free, or the tenant's quota is smaller; nothing is changed.
         """
         states, old = snapshot.sequences, snapshot.pages
+        self._make_room(len(states))
         self._admit(len(states))
         try:
             new = self._pool.take(len(old))
@@ -324,9 +326,12 @@ class SequenceTable:
     def _is_expired(self, sequence: Sequence) -> bool:
         return not sequence.in_flight and self._world.now() >= sequence.expires_at
 
+    def _make_room(self, num_sequences: int) -> None:
+        """Sweeps if there is no room for more sequences: those whose lease is over count until they are released."""
+        if num_sequences > min(SEQUENCES_MAX - len(self), self._quota.num_sequences_left):
+            self._quota.sweep()
+
     def _admit(self, num_sequences: int) -> None:
-        if len(self) + num_sequences > SEQUENCES_MAX:
-            self.sweep()
         if len(self) + num_sequences > SEQUENCES_MAX:
             message = f"The cache holds {len(self)} sequences; {num_sequences} more pass the limit of {SEQUENCES_MAX}."
             raise ResourceExhaustedError("SEQUENCES_EXHAUSTED", message)
@@ -334,9 +339,8 @@ class SequenceTable:
 
     def _add(self, layer_lens: Int32[np.ndarray, " num_layers"], lease_s: float) -> Sequence:
         handle = self._world.token(HANDLE_BYTES)
-        sequence = Sequence(
-            handle=handle, layer_lens=layer_lens, lease_s=lease_s, expires_at=self._world.now() + lease_s
-        )
+        expires_at = self._world.now() + lease_s
+        sequence = Sequence(handle=handle, layer_lens=layer_lens, lease_s=lease_s, expires_at=expires_at)
         self._sequences[handle] = sequence
         return sequence
 
@@ -361,7 +365,7 @@ class SequenceTable:
         try:
             fresh = self._pool.take(sum(sizes))
         except ResourceExhaustedError:
-            self.sweep()  # what it releases is free a moment later: the error says when to try again
+            self._quota.sweep()  # what it releases is free a moment later: the error says when to try again
             fresh = self._pool.take(sum(sizes))
         parts = iter(np.split(fresh, np.cumsum(sizes)[:-1]))
         copies = [PageCopies(sequence, slots, sequence.pages[slots], next(parts)) for sequence, slots in to_copy]

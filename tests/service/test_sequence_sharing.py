@@ -288,6 +288,25 @@ def test_a_quota_covers_all_caches_of_a_tenant_and_counts_a_shared_page_once():
     assert quota.is_idle
 
 
+def test_sequences_whose_lease_is_over_take_no_room_from_new_ones_of_their_tenant():
+    clock, quota = Clock(), Quota(pages_max=4, sequences_max=4, sweep=lambda: (one.sweep(), other.sweep()))
+    one, other = (table_of(quota=quota, clock=clock) for _ in range(2))
+    (a,), (b, _) = one.create(1, lease_s=300.0), other.create(2)
+    extend(one, a, 8, 8)
+    extend(other, b, 24, 24)
+    for refused in (lambda: one.create(2), lambda: extend(one, a, 9, 1)):
+        with pytest.raises(ResourceExhaustedError):
+            refused()
+    clock.now += 61
+    extend(one, a, 32, 24)
+    assert (quota.num_pages, quota.num_sequences) == (4, 1)
+    one.create(3, lease_s=10.0)
+    clock.now += 11
+    child = one.fork(a)
+    assert [sequence.handle for sequence in one] == [a, child]
+    assert quota.num_sequences == 2
+
+
 def test_pages_that_could_not_be_cleaned_are_not_given_out_until_they_are():
     table = table_of(num_pages=2)
     (handle,) = table.create(1)

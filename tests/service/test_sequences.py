@@ -37,7 +37,10 @@ def table_of(num_pages=8, page_size=8, num_layers=2, *, cleared=None, quota=None
         then(True)
 
     world = World(now=clock or Clock())
-    return SequenceTable(spec, clear, quota=quota or Quota(), world=world, lease_s=lease_s)
+    table = SequenceTable(spec, clear, quota=quota or Quota(), world=world, lease_s=lease_s)
+    if quota is None:
+        table._quota.sweep = table.sweep
+    return table
 
 
 def reserve(table, handles, q_lens, kv_lens, layer=0, *, append=True):

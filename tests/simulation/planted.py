@@ -137,6 +137,10 @@ def _a_refused_create_keeps_its_quota() -> Bug:
     return Quota, "take_sequences", take_sequences
 
 
+def _what_is_over_is_not_swept_for_new_sequences() -> Bug:
+    return SequenceTable, "_make_room", lambda table, num_sequences: None
+
+
 def _a_failed_call_keeps_the_pages_that_it_copied_to() -> Bug:
     real = SequenceTable.settle
 
@@ -356,6 +360,7 @@ BUGS = {
         _a_call_does_not_renew_the_lease_when_it_ends,
         _the_quota_forgets_to_give_back,
         _a_refused_create_keeps_its_quota,
+        _what_is_over_is_not_swept_for_new_sequences,
         _a_failed_call_keeps_the_pages_that_it_copied_to,
         _work_of_a_caller_that_is_gone_is_committed,
         _failed_work_is_committed,

@@ -295,6 +295,9 @@ class Recorder:
     def _require_no_room(self, num_sequences):
         room = min(SEQUENCES_MAX - len(self._table), self._sim.room_for_sequences(self._kept))
         require(num_sequences > room, "%d sequences were refused where %d fit", num_sequences, room)
+        for kept in self._sim.caches_of(self._kept.cache.quota):
+            over = kept.table._sequences.keys() - kept.live.keys()
+            require(not over, "sequences were refused, while those whose lease is over count")
 
     def _renew(self, handles):
         for handle in handles:

@@ -210,6 +210,10 @@ class SimulatedWorld:
         most = self.config.tenant_sequences_max
         return float("inf") if most is None else most - kept.cache.quota.num_sequences
 
+    def caches_of(self, quota) -> list[KeptCache]:
+        """Returns the caches of a tenant that callers can find."""
+        return [kept for kept in self.caches if kept.cache.quota is quota]
+
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Notes a violation in work whose failure might reach nobody."""
