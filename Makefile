@@ -36,8 +36,9 @@ test: pytest ## Runs the tests, and compiles a few programs for TPUs.
 	$(MAKE) --no-print-directory tpu-compile TPU=--short
 
 .PHONY: pytest
+# A process for each core. Tests of one file stay together: they share a server.
 pytest: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
 
 # Parts of `make soak`, all if empty: simulated planted appends cycles crashes damages; or options of `python -m tests.soak`.
 PARTS ?=
