@@ -40,7 +40,7 @@ test: pytest ## Runs the tests, and compiles a few programs for TPUs.
 pytest: $(VENV)/ready
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
 
-# Parts of `make soak`, all if empty: simulated planted appends cycles crashes damages; or options of `python -m tests.soak`.
+# Parts of `make soak`, all if empty: simulated planted appends cycles calls crashes damages; or options of `python -m tests.soak`.
 PARTS ?=
 .PHONY: soak
 soak: $(VENV)/ready ## Runs the long tests in full and prints one table; takes more than an hour (PARTS="crashes").

@@ -52,7 +52,7 @@ class Numba(Xla):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kernels: dict[str, Callable[..., None]] = {}
+        self._kernels: dict[np.dtype, Callable[..., None]] = {}
         self._split: Planned | None = None
 
     @property
@@ -70,7 +70,7 @@ class Numba(Xla):
 
     def warm_up(self, spec: CacheSpec, num_q_heads: int, on_progress: Callable[[int, int], None] | None = None) -> int:
         """Compiles every program that calls with `num_q_heads` can need; returns how many were new."""
-        num_new = int(spec.dtype.name not in self._kernels)
+        num_new = int(spec.dtype not in self._kernels)
 
         def report(num_done: int, num_programs: int) -> None:
             if on_progress is not None:
@@ -138,11 +138,11 @@ class Numba(Xla):
 
     def _kernel(self, spec: CacheSpec) -> Callable[..., None]:
         """Returns the kernel for a dtype of pages, compiled now if `warm_up` has not."""
-        kernel = self._kernels.get(spec.dtype.name)
+        kernel = self._kernels.get(spec.dtype)
         if kernel is None:
             from attnd.kernels.numba_kernel import compiled  # noqa: PLC0415 - numba is an optional dependency
 
-            kernel = self._kernels[spec.dtype.name] = compiled(spec.dtype.name)
+            kernel = self._kernels[spec.dtype] = compiled(spec.dtype.name)
         return kernel
 
     def _decode(
@@ -174,7 +174,8 @@ class Numba(Xla):
         try:
             run(decodes.threads[0])
         finally:
-            wait(others)  # a kernel that still ran would read what the next call writes
+            if others:
+                wait(others)  # a kernel that still ran would read what the next call writes
         for other in others:
             other.result()
         merge(decodes.extras, out, lse)

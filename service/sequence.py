@@ -102,9 +102,9 @@ class Reservation:
 
 def require_held(needed_lens: Lens, held_lens: Lens, layer: int) -> None:
     """Raises FailedPreconditionError if a layer lacks tokens before those of a call."""
-    holes = np.flatnonzero(needed_lens > held_lens)
-    if len(holes):
-        i = int(holes[0])
+    are_holes = needed_lens > held_lens
+    if np.count_nonzero(are_holes):
+        i = int(np.argmax(are_holes))
         message = (
             f"Sequence {i} of the call needs {needed_lens[i]} tokens in layer {layer} before this call's; "
             f"the layer holds {held_lens[i]}."

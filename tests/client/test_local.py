@@ -3,16 +3,13 @@
 import asyncio
 import dataclasses
 import gc
-import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from attnd import client as sdk
@@ -293,48 +290,6 @@ def test_closing_the_client_cancels_the_calls_of_other_threads(server):
         thread.join(30)
         process.process.send_signal(signal.SIGCONT)
         assert failed == [sdk.CallCancelledError]
-
-
-def test_ten_thousand_calls_of_mixed_sizes_leave_nothing_behind():
-    with attnd_server() as process, sdk.Client(process.address, timeout_s=60) as client:
-        cache = client.create_cache("mixed", **SIZES)
-        plans = {
-            rows: cache.plan(np.ones(rows, int), np.arange(rows)[:, None], np.arange(rows + 1), rows)
-            for rows in (1, 8, 64)
-        }
-        held, looks = [], []
-        rng = np.random.default_rng(0)
-
-        def calls(count: int) -> None:
-            for _ in range(count):
-                rows = int(rng.choice([1, 1, 1, 1, 8, 64]))
-                q, kv = values(rows, rows)
-                held.append(plans[rows].attend(0, q, kv, kv))
-                if len(held) > 5:
-                    held.pop(int(rng.integers(5)))
-
-        calls(1000)
-        for _ in range(2):
-            looks.append([Usage.of(os.getpid()), Usage.of(process.process.pid)])
-            calls(4500)
-        looks.append([Usage.of(os.getpid()), Usage.of(process.process.pid)])
-        for before, after in zip(looks[1], looks[2], strict=True):
-            assert after.segments == before.segments
-            assert after.threads <= before.threads  # gRPC ends some of its own
-            assert after.descriptors <= before.descriptors
-            assert after.resident - before.resident < 8 * 2**20
-
-
-class Usage:
-    """What a process holds."""
-
-    def __init__(self, pid: int) -> None:
-        process = psutil.Process(pid)
-        self.threads, self.descriptors = process.num_threads(), process.num_fds()
-        self.resident = process.memory_info().rss
-        self.segments = Path(f"/proc/{pid}/maps").read_text().count("memfd:attnd")
-
-    of = classmethod(lambda cls, pid: cls(pid))
 
 
 def local_fd() -> int:

@@ -323,24 +323,6 @@ def test_a_client_that_does_not_read_is_not_read_from(client):
     assert [pb.SessionResponse.FromString(message).id for message in call] == list(range(4000))
 
 
-def test_cancelled_streams_leave_nothing(client):
-    request = large_request(client)
-    message = pb.SessionRequest(ragged_paged_attention=request).SerializeToString()
-
-    def cancelled(count: int) -> None:
-        for _ in range(count):
-            call = client.channel.stream_stream(PATH)(iter([message] * 3))
-            next(call)
-            call.cancel()
-
-    cancelled(200)
-    before = info(client).resident_bytes
-    cancelled(1000)
-    while info(client).queue_depth:
-        time.sleep(0.05)
-    assert info(client).resident_bytes - before < 20 * 2**20
-
-
 def test_an_idle_session_is_told_when_the_server_stops():
     with attnd_server() as server, RawClient(server.address) as client, Session(client) as session:
         session.ask(attend=pb.AttendRequest(cache_id="unknown"))

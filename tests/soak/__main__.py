@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from tests.soak import crashes, cycles, damages, lossy, simulated
+from tests.soak import calls, crashes, cycles, damages, lossy, simulated
 from tests.soak.report import Row, table
 
 PARTS: dict[str, tuple[Callable[[int, int], list[Row]], int]] = {
@@ -13,6 +13,7 @@ PARTS: dict[str, tuple[Callable[[int, int], list[Row]], int]] = {
     "planted": (simulated.find, 20),
     "appends": (lossy.run, 10_000),
     "cycles": (cycles.run, 1_000_000),
+    "calls": (calls.run, 100_000),
     "crashes": (crashes.run, 200),
     "damages": (damages.run, 200),
 }
