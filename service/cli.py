@@ -52,6 +52,12 @@ def serve(
     batch_calls_max: Annotated[
         int, typer.Option(envvar="ATTND_BATCH_CALLS_MAX", help="Calls that may run as one.")
     ] = _DEFAULTS.batch_calls_max,
+    busy_poll_ms: Annotated[
+        float,
+        typer.Option(
+            envvar="ATTND_BUSY_POLL_MS", help="Milliseconds in which a brief call's successor finds it awake."
+        ),
+    ] = _DEFAULTS.busy_poll_ms,
     metrics_port: Annotated[
         int | None, typer.Option(envvar="ATTND_METRICS_PORT", help="Port of Prometheus' metrics; none if not given.")
     ] = None,
@@ -110,6 +116,7 @@ def serve(
             cache_bytes_max=cache_bytes_max,
             queue_depth_max=queue_depth_max,
             batch_calls_max=batch_calls_max,
+            busy_poll_ms=busy_poll_ms,
             metrics_port=metrics_port,
             lease_s=lease_s,
             tenant_pages_max=tenant_pages_max,

@@ -1,5 +1,6 @@
 """What an operator decides, with its defaults. The only place that looks at the machine."""
 
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ import psutil
 
 MEMORY_SHARE = 0.8
 """Share of the machine's memory that caches may take unless told otherwise."""
+
+BUSY_POLL_MS_MAX = 1000.0
 
 
 class ConfigError(ValueError):
@@ -51,6 +54,8 @@ class ServerConfig:
         cache_bytes_max: Bytes that all caches together may take; None for `MEMORY_SHARE` of the machine's.
         queue_depth_max: Calls that may wait for the engine.
         batch_calls_max: Calls that may run as one; 1 runs each alone.
+        busy_poll_ms: Milliseconds after a brief call in which the server looks for the next one without sleeping, which
+            takes one core; 0 for never.
         metrics_port: TCP port of Prometheus' metrics, on `host`; None for none.
         lease_s: Seconds that a sequence lives without being used, unless it was created with a lease of its own.
         tenant_pages_max: Pages that all caches of one tenant may hold; None for no limit.
@@ -74,6 +79,7 @@ class ServerConfig:
     cache_bytes_max: int | None = None
     queue_depth_max: int = 1024
     batch_calls_max: int = 64
+    busy_poll_ms: float = 3.0
     metrics_port: int | None = None
     lease_s: float = 3600.0
     tenant_pages_max: int | None = None
@@ -98,6 +104,8 @@ class ServerConfig:
             limit = getattr(self, name)
             if limit is not None and limit < 1:
                 raise ConfigError(f"{name}={limit} must be positive.")
+        if not 0 <= self.busy_poll_ms <= BUSY_POLL_MS_MAX:
+            raise ConfigError(f"busy_poll_ms={self.busy_poll_ms} must be in [0, {BUSY_POLL_MS_MAX}].")
         if not self.lease_s > 0:
             raise ConfigError(f"lease_s={self.lease_s} must be positive.")
         if not self.grace_s >= 0:
@@ -112,6 +120,11 @@ class ServerConfig:
         """Host and port as gRPC takes them."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+    @property
+    def busy_poll_ns(self) -> int:
+        """`busy_poll_ms` in nanoseconds; 0 where there is one core alone, which is left to the callers."""
+        return round(self.busy_poll_ms * 1e6) if len(os.sched_getaffinity(0)) > 1 else 0
 
     @property
     def temporary_directory(self) -> Path:

@@ -12,6 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from attnd.service.batching import Joinable, Lanes
 from attnd.service.brevity import Brevity
+from attnd.service.busy_poll import BusyPoll
 from attnd.service.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from attnd.service.metrics import Metrics
 
@@ -66,9 +67,10 @@ class Engine:
         queue_depth_max: Jobs that may wait or run.
         batch_calls_max: Calls that may run as one. A call never waits for others to join it.
         metrics: Told of every batch.
+        busy_poll_ns: Nanoseconds after a brief call in which the event loop does not sleep.
     """
 
-    def __init__(self, *, queue_depth_max: int, batch_calls_max: int, metrics: Metrics) -> None:
+    def __init__(self, *, queue_depth_max: int, batch_calls_max: int, metrics: Metrics, busy_poll_ns: int = 0) -> None:
         self._queue_depth_max = queue_depth_max
         self._lanes: Lanes[_Job] = Lanes(batch_calls_max)
         self._metrics = metrics
@@ -79,6 +81,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
+        self._busy_poll = BusyPoll(self._loop, busy_poll_ns)
         self._thread = threading.Thread(target=self._serve, name="attnd-engine", daemon=True)
         self._start()
 
@@ -144,6 +147,7 @@ class Engine:
     async def stop(self) -> None:
         """Waits for the queue to drain and ends the thread. Later jobs are refused."""
         self._stopping = True
+        self._busy_poll.end()
         await self._idle.wait()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -161,6 +165,7 @@ class Engine:
             return future
         self._depth += 1
         self._idle.clear()
+        self._busy_poll.end()
         self._queue.put(_Job(work, settle, expires_at, lane, future))
         return future
 
@@ -176,6 +181,7 @@ class Engine:
         self._brevity.note(kind, ended_ns - started_ns)
         self._metrics.ran([0], ended_ns - started_ns)
         settle(True)
+        self._busy_poll.extend()
         return Ran(value, 0, ended_ns)
 
     def _serve(self) -> None:

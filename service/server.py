@@ -79,7 +79,12 @@ async def running(config: ServerConfig) -> AsyncIterator[RunningServer]:
         if config.data_dir is not None:
             started.callback(FolderLock(config.data_dir).release)
         metrics, world = Metrics(), World()
-        engine = Engine(queue_depth_max=config.queue_depth_max, batch_calls_max=config.batch_calls_max, metrics=metrics)
+        engine = Engine(
+            queue_depth_max=config.queue_depth_max,
+            batch_calls_max=config.batch_calls_max,
+            metrics=metrics,
+            busy_poll_ns=config.busy_poll_ns,
+        )
         started.push_async_callback(engine.stop)
         caches = CacheRegistry(engine, config, platform=jax.default_backend(), world=world)
         persistence = None if config.data_dir is None else Persistence(config.data_dir, Files(), caches, engine, world)
