@@ -6,6 +6,7 @@ that it is a method of.
 
 from __future__ import annotations  # help() shows names, not what ArrayLike stands for
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex, TypeAlias
 
@@ -249,7 +250,23 @@ def options(
     v_scale: SupportsFloat | None,
     return_lse: bool,
 ) -> attention_pb2.AttentionOptions:
-    """Returns the scalars of a call."""
+    """Returns the scalars of a call, which nobody may change: calls with the same have the same."""
+    scalars: tuple[Any, ...] = (sm_scale, sliding_window, soft_cap, k_scale, v_scale, return_lse)
+    try:
+        return _options(*scalars)
+    except TypeError:  # an array of no axes cannot be looked up
+        return _options.__wrapped__(*scalars)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _options(
+    sm_scale: SupportsFloat | None,
+    sliding_window: SupportsIndex | None,
+    soft_cap: SupportsFloat | None,
+    k_scale: SupportsFloat | None,
+    v_scale: SupportsFloat | None,
+    return_lse: bool,
+) -> attention_pb2.AttentionOptions:
     # None leaves a field unset; an explicit 0.0 travels and meets the server's checks.
     return attention_pb2.AttentionOptions(
         sm_scale=_messages.real(sm_scale, "sm_scale"),

@@ -48,6 +48,7 @@ _LEASES_BYTES_MAX: Final = 96 * 1024**2
 _ONCE: Final = frozenset(
     ("CreateCache", "DeleteCache", "CreateSequences", "ForkSequence", "TruncateSequence", "ReleaseSequences")
 )
+_NBYTES: Final = operator.attrgetter("nbytes")
 
 
 class LostError(Exception):
@@ -154,7 +155,7 @@ class Talk:
         if self._memory is not None:
             return False
         arrays = [*sending.arrays.values(), *(() if sending.step is None else sending.step.arrays.values())]
-        return any(array.nbytes >= local.SHARED_BYTES_MIN for array in arrays) or sending.method.name == "ReadPages"
+        return max(map(_NBYTES, arrays), default=0) >= local.SHARED_BYTES_MIN or sending.method.name == "ReadPages"
 
     def share(self, fd: int) -> None:
         """Takes memory, and closes its descriptor.
@@ -176,9 +177,9 @@ class Talk:
             TooLargeError: It does not fit.
             ResourceExhaustedError: It has more bytes than a message may have.
         """
-        arrays_bytes = sum(array.nbytes for array in sending.arrays.values())
+        arrays_bytes = sum(map(_NBYTES, sending.arrays.values()))
         if sending.step is not None and sending.step not in self._plans:
-            arrays_bytes += sum(array.nbytes for array in sending.step.arrays.values())
+            arrays_bytes += sum(map(_NBYTES, sending.step.arrays.values()))
         check_size(sending, arrays_bytes, message_bytes_max)
         place, room = None, local.NO_ROOM
         if self._memory is not None:

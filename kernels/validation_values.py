@@ -156,8 +156,9 @@ class GoodLayers:
 
     @staticmethod
     def _kind(q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions) -> tuple[object, ...]:
-        arrays = (q, k, v)
-        return (options, *((None if array is None else (array.shape, array.dtype)) for array in arrays))
+        keys = None if k is None else (k.shape, k.dtype)
+        values = None if v is None else (v.shape, v.dtype)
+        return options, q.shape, q.dtype, keys, values
 
 
 def without_arrays(facts: Facts) -> Facts:

@@ -1,5 +1,6 @@
 """Requests to the terms of the kernels: arrays, shapes, options."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
@@ -12,6 +13,7 @@ from attnd.kernels.validation import ArrayInfo
 from attnd.service.caches import PagesBy
 from attnd.v1 import attention_pb2, cache_pb2, tensors
 
+_OPTIONS_BYTES_MAX: Final = 64
 _LAYOUTS: Final = {
     cache_pb2.LAYOUT_KV_INTERLEAVED: Layout.INTERLEAVED,
     cache_pb2.LAYOUT_KV_SPLIT: Layout.SPLIT,
@@ -90,6 +92,14 @@ def pages_by(value: cache_pb2.PagesBy) -> PagesBy:
 
 def options(message: attention_pb2.AttentionOptions) -> AttentionOptions:
     """Returns the scalars of a call as they were sent; `kernels.validation` judges them."""
+    data = message.SerializeToString()
+    # The layers of a model have the same; whoever sends fields that there are not shall not fill the cache with them.
+    return (_options if len(data) <= _OPTIONS_BYTES_MAX else _options.__wrapped__)(data)
+
+
+@functools.lru_cache(maxsize=256)
+def _options(data: bytes) -> AttentionOptions:
+    message = attention_pb2.AttentionOptions.FromString(data)
     return AttentionOptions(
         sm_scale=message.sm_scale if message.HasField("sm_scale") else 1.0,
         sliding_window=_optional(message, "sliding_window"),

@@ -1,6 +1,7 @@
 """One sequence whose pages the server manages, and the hold that a call has on it."""
 
 import asyncio
+import operator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -167,10 +168,9 @@ class Batches:
             kv_lens: int32 [num_seqs]. Lengths after the call.
         """
         made_of = [q_lens, kv_lens, *[sequence.pages for sequence in sequences]]
-        if self._batch is not None and not copies and len(made_of) == len(self._made_of):
-            pairs = zip(made_of, self._made_of, strict=True)
-            if all(one is other for one, other in pairs):
-                return self._batch
+        alike = not copies and len(made_of) == len(self._made_of)
+        if self._batch is not None and alike and all(map(operator.is_, made_of, self._made_of)):
+            return self._batch
         batch = RaggedBatch.compact(kv_lens, page_table(sequences, copies), q_lens, self._page_size)
         self._made_of, self._batch = ([], None) if copies else (made_of, batch)
         return batch
