@@ -1,4 +1,4 @@
-"""Section "rpc": round trips of a real server and client beside a raw socket echo and a naive gRPC server."""
+"""Section "rpc": round trips of a real server and client beside a raw socket echo and gRPC servers, naive and bare."""
 
 import statistics
 import tempfile
@@ -19,6 +19,8 @@ SESSION: Final = "attnd session"
 UNARY: Final = "attnd unary call"
 LOCAL: Final = "attnd local socket"
 NAIVE: Final = "naive gRPC echo (protobuf bytes)"
+BARE: Final = {SESSION: "bare gRPC stream", UNARY: "bare gRPC call"}
+"""What gRPC itself costs, by the way of calling that is built on it."""
 # Calls of each competitor in one turn: enough to see a steady state, few enough to take turns.
 CALLS: Final = {200: 60, 512 * 1024: 16, 16 * 1024**2: 4}
 STEP_Q_BYTES: Final = 16 * 1024
@@ -57,6 +59,11 @@ def run(budget_s: float, sizes: dict[int, int] = CALLS) -> Section:
     with ExitStack() as stack:
         echo_name, echo = stack.enter_context(_echo())
         naive = stack.enter_context(_naive())
+        bare_address = read_line(stack.enter_context(child(python(PEERS, "bare-serve"))))
+        bare = {
+            BARE[name]: Driver(stack.enter_context(child(python(PEERS, "bare-drive", bare_address, way))))
+            for name, way in ((SESSION, "session"), (UNARY, "unary"))
+        }
         address = read_line(stack.enter_context(child(python(PEERS, "attnd-serve")))).rpartition(" ")[2]
         ways = {
             name: Driver(stack.enter_context(child(python(PEERS, "attnd-drive", address, way))))
@@ -67,7 +74,7 @@ def run(budget_s: float, sizes: dict[int, int] = CALLS) -> Section:
             "nothing is computed; ping-pong, so that pauses between calls, which cost wake-ups, do not show"
         )
         for size, count in sizes.items():
-            _measure(section, {echo_name: echo, NAIVE: naive, **ways}, size, count, share_s)
+            _measure(section, {echo_name: echo, NAIVE: naive, **bare, **ways}, size, count, share_s)
         steps = {
             name: Driver(stack.enter_context(child(python(PEERS, "step-drive", address, way))))
             for name, way in ((SESSION, "session"), (UNARY, "unary"))
@@ -96,6 +103,9 @@ def _measure(section: Section, drivers: Mapping[str, Driver], size: int, count: 
         at_least = None if bounds.naive_min is None else Target(bound=bounds.naive_min)
         label = f"{_size(size)}: {way}, speed against the {NAIVE}"
         section.ratio(label, ratio(timings[NAIVE], timings[way]), at_least)
+    for way, floor in BARE.items():
+        section.ratio(f"{_size(size)}: {floor}, in times of the {echo_name}", ratio(timings[floor], timings[echo_name]))
+        section.ratio(f"{_size(size)}: {way}, in times of the {floor}", ratio(timings[way], timings[floor]))
 
 
 def _measure_steps(section: Section, drivers: Mapping[str, Driver], budget_s: float) -> None:

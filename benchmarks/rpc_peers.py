@@ -18,6 +18,7 @@ from attnd.v1 import tensor_pb2
 
 UNLIMITED: Final = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 NAIVE_PATH: Final = "/benchmarks.Naive/Echo"
+BARE_SERVICE: Final = "benchmarks.Bare"
 # q is [rows, heads, head_dim] in float32: the bytes of each size, in the shapes of a decode where they allow it.
 Q_SHAPES: Final = {200: (1, 1, 50), 512 * 1024: (32, 32, 128), 16 * 1024**2: (1024, 32, 128)}
 # A step of a model: rows with tables of so many pages, and layers.
@@ -72,6 +73,68 @@ def naive_message(array: np.ndarray) -> tensor_pb2.Tensor:
 def naive_array(message: tensor_pb2.Tensor) -> np.ndarray:
     """Returns the array of a message."""
     return np.frombuffer(message.data, np.float32).reshape(tuple(message.shape))
+
+
+def bare_serve() -> None:
+    """Sends bytes back as attnd's server gets and sends them, and does nothing else: the floor of what gRPC costs."""
+    from attnd.client import keep_freed_memory  # noqa: PLC0415 - the naive peers must not meet what it sets up
+
+    async def call(message: bytes, _context: object) -> bytes:
+        return message
+
+    async def stream(_requests: object, context: Any) -> None:
+        while isinstance(message := await context.read(), bytes):
+            await context.write(message)
+
+    async def serve() -> None:
+        handlers: dict[str, Any] = {
+            "unary": grpc.unary_unary_rpc_method_handler(call),
+            "session": grpc.stream_stream_rpc_method_handler(stream),
+        }
+        server = grpc.aio.server(options=UNLIMITED)
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(BARE_SERVICE, handlers)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        print(f"127.0.0.1:{port}", flush=True)
+        await server.wait_for_termination()
+
+    keep_freed_memory()
+    asyncio.run(serve())
+
+
+def bare_drive(address: str, way: str) -> None:
+    """Times bytes there and back.
+
+    Args:
+        address: The bare server.
+        way: "session" for a stream as attnd's client has it, "unary" for calls of their own.
+    """
+    from attnd.client import keep_freed_memory  # noqa: PLC0415
+    from attnd.client._pipe import open_pipe  # noqa: PLC0415
+
+    keep_freed_memory()
+    path = f"/{BARE_SERVICE}/{way}"
+    with grpc.insecure_channel(address, UNLIMITED) as channel:
+        call: Any = channel.unary_unary(path)
+        pipe = open_pipe(channel, path, ()) if way == "session" else None
+
+        def ask(message: bytes) -> bytes:
+            if pipe is None:
+                answer: bytes = call(message)
+                return answer
+            pipe.send(message)
+            return pipe.receive()
+
+        def prepare(size: int) -> Callable[[], object]:
+            message = bytes(size)
+
+            def echo() -> None:
+                if len(ask(message)) != size:
+                    raise AssertionError("the echo has another size")
+
+            return echo
+
+        drive(prepare)
 
 
 def attnd_serve() -> None:
@@ -236,6 +299,8 @@ def requests() -> Iterator[tuple[int, int]]:
 ROLES: Final[dict[str, Callable[..., None]]] = {
     "naive-serve": naive_serve,
     "naive-drive": naive_drive,
+    "bare-serve": bare_serve,
+    "bare-drive": bare_drive,
     "attnd-serve": attnd_serve,
     "attnd-drive": attnd_drive,
     "step-drive": step_drive,

@@ -65,7 +65,7 @@ def test_rpc_compares_attnd_with_both_echoes():
     section = rpc.run(0, sizes={200: 2})
     assert "raw unix-socket echo" in labels(section)
     assert "naive gRPC echo" in labels(section)
-    assert [row[0] for row in section.tables[0].rows][2:] == [rpc.LOCAL, rpc.SESSION, rpc.UNARY]
+    assert [row[0] for row in section.tables[0].rows][2:] == [*rpc.BARE.values(), rpc.LOCAL, rpc.SESSION, rpc.UNARY]
     assert [row[0] for row in section.tables[1].rows] == [rpc.SESSION, rpc.UNARY]
     assert "planned in a session" in labels(section)
 
