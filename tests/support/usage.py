@@ -7,6 +7,8 @@ from typing import Self
 import psutil
 
 MIB = 2**20
+_OF_GRPC = 2
+"""Threads and descriptors that come and go with gRPC's mood."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,10 @@ class Usage:
 
     def growth_since(self, before: Self, *, resident_bytes_max: int) -> list[str]:
         """Returns what there is more of than before; of memory, more than so many bytes."""
-        # Fewer threads are well: gRPC ends some of its own.
         grown = [
             f"{name}: {getattr(before, name)}, then {getattr(self, name)}"
-            for name in ("threads", "descriptors", "segments")
-            if getattr(self, name) > getattr(before, name)
+            for name, more in (("threads", _OF_GRPC), ("descriptors", _OF_GRPC), ("segments", 0))
+            if getattr(self, name) - getattr(before, name) > more
         ]
         if self.resident_bytes - before.resident_bytes > resident_bytes_max:
             grown.append(f"resident: {before.resident_bytes / MIB:.1f} MiB, then {self.resident_bytes / MIB:.1f} MiB")
