@@ -98,7 +98,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The calls of each thread, the buckets among them, and whether results of one query must be merged."""
+    """The calls of each thread, at least one, their buckets, and whether results of one query must be merged."""
 
     threads: Sequence[Sequence[Call]]
     buckets: frozenset[Bucket]
@@ -157,7 +157,8 @@ def plan(
             if len(chosen):
                 mine.extend(_calls(batch, _take(blocks, chosen), paging, bucket))
     used = frozenset(call.bucket for thread in calls for call in thread)
-    return Work(threads=calls, buckets=used, merges=len(blocks.seq) > whole)
+    # There may be fewer blocks than threads: keys that fit into one tile are not shared.
+    return Work(threads=[thread for thread in calls if thread], buckets=used, merges=len(blocks.seq) > whole)
 
 
 def _blocks(batch: RaggedBatch, sizes: np.ndarray, sliding_window: int | None, paging: Paging) -> Blocks:

@@ -70,6 +70,13 @@ def test_one_long_row_is_shared_by_threads_and_merged(window):
     check_answer(case.build(), *_answer(Xla(), case))
 
 
+@pytest.mark.parametrize("q_len", [1, 16, 128])
+def test_more_threads_than_blocks_are_no_harm(q_len):
+    """Many heads are worth two threads, but keys that fit into one tile cannot be shared."""
+    case = Case(name="one block", kv_lens=(130,), q_lens=(q_len,), num_kv_heads=16, num_q_heads=16, head_dim=128)
+    check_answer(case.build(), *_answer(Xla(), case))
+
+
 def test_a_chunk_shared_by_threads_is_merged():
     case = Case(name="long chunk", kv_lens=(2000,), q_lens=(200,), page_size=20, num_kv_heads=4, head_dim=64)
     check_answer(case.build(), *_answer(Xla(), case))
@@ -117,6 +124,8 @@ def test_every_query_meets_every_key_that_it_sees_once(seed):
     paging = dataclasses.replace(Paging.of(case.spec), slots=int(rng.integers(260, 400)))
     buckets = [Bucket(queries=1, items=3), Bucket(queries=8, items=2)]
     work = plan(batch, window, paging=paging, key_size=2**18, buckets=buckets, num_threads=int(rng.integers(1, 4)))
+    assert work.threads
+    assert all(work.threads)
     met = [np.zeros((n, kv), int) for n, kv in zip(q_lens, kv_lens, strict=True)]
     for call in (call for calls in work.threads for call in calls):
         assert len(call.items) <= call.bucket.items
