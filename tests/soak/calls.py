@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ from attnd.v1 import tensors
 from tests.soak.report import Row
 from tests.support.rpc import RawClient, ints
 from tests.support.server import ServerProcess, attnd_server
-from tests.support.usage import MIB, Usage
+from tests.support.usage import MIB, Usage, growth
 
 WAYS = ("local socket", "session", "unary")
-GROWTH_BYTES_MAX = 16 * MIB
+GROWTH_BYTES_MAX = 8 * MIB
 WARM_UP_SHARE = 0.2
+LOOKS = 10
 CANCELLED_SHARE = 0.1
 ROWS = (1, 1, 1, 1, 1, 8, 8, 64, 64, 256)
 MANY_ROWS = 2048
@@ -53,14 +54,7 @@ def _calls(way: str, count: int, seed: int) -> Row:
                 if i % 1000 == 999:
                     row.progress(i + 1)
 
-        warm = round(count * WARM_UP_SHARE)
-        make(range(warm))
-        # Freed memory is kept: as much as ever is held at once must have been held before.
-        held.extend(calls[MANY_ROWS](0) for _ in range(6))
-        held.clear()
-        with _unchanged(row, server):
-            make(range(warm, count))
-            held.clear()
+        _watched(row, server, make)
     return row
 
 
@@ -106,26 +100,48 @@ def _cancelled(count: int) -> Row:
                 if i % 1000 == 999:
                     row.progress(i + 1)
 
-        warm = round(count * WARM_UP_SHARE)
-        cancel(range(warm))
-        with _unchanged(row, server):
-            cancel(range(warm, count))
+        def cancel_and_wait(numbers: range) -> None:
+            cancel(numbers)
             while sdk_client.server_info().queue_depth:
                 time.sleep(0.05)
+
+        _watched(row, server, cancel_and_wait)
     return row
 
 
-@contextmanager
-def _unchanged(row: Row, server: ServerProcess) -> Iterator[None]:
-    """Fails a row if this process or the server holds more at the end than at the beginning."""
-    pids = {"client": os.getpid(), "server": server.process.pid}
-    before = {name: Usage.of(pid) for name, pid in pids.items()}
-    yield
-    after = {name: Usage.of(pid) for name, pid in pids.items()}
-    notes = []
-    for name in pids:
-        for grown in after[name].growth_since(before[name], resident_bytes_max=GROWTH_BYTES_MAX):
-            row.fail(f"{name}: {grown}")
-        growth = (after[name].resident_bytes - before[name].resident_bytes) / MIB
-        notes.append(f"{name} {growth:+.1f} MiB, {after[name].threads} threads, {after[name].descriptors} descriptors")
-    row.notes = "; ".join(notes)
+def _watched(row: Row, server: ServerProcess, make: Callable[[range], None]) -> None:
+    """Makes a row's calls, the first of them unwatched, and looks between the others."""
+    watch = _Watch(server)
+    bounds = np.linspace(round(row.count * WARM_UP_SHARE), row.count, LOOKS).astype(int).tolist()
+    make(range(bounds[0]))
+    watch.look()
+    for start, end in pairwise(bounds):
+        make(range(start, end))
+        watch.look()
+    watch.judge(row)
+
+
+class _Watch:
+    """Looks at this process and the server from time to time."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._pids = {"client": os.getpid(), "server": server.process.pid}
+        self._looks: dict[str, list[Usage]] = {name: [] for name in self._pids}
+
+    def look(self) -> None:
+        """Looks once."""
+        for name, pid in self._pids.items():
+            self._looks[name].append(Usage.of(pid))
+
+    def judge(self, row: Row) -> None:
+        """Fails a row if one of them holds more and more."""
+        notes = []
+        for name, looks in self._looks.items():
+            for grown in growth(looks, resident_bytes_max=GROWTH_BYTES_MAX):
+                row.fail(f"{name}: {grown}")
+            first, last = looks[0], looks[-1]
+            notes.append(
+                f"{name} {first.resident_bytes / MIB:.0f}, then {last.resident_bytes / MIB:.0f} MiB, {last.threads} "
+                f"threads, {last.descriptors} descriptors"
+            )
+        row.notes = "; ".join(notes)

@@ -1,5 +1,6 @@
 """What processes hold, to be compared between two moments."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -38,13 +39,22 @@ class Usage:
             resident_bytes=process.memory_info().rss,
         )
 
-    def growth_since(self, before: Self, *, resident_bytes_max: int) -> list[str]:
-        """Returns what there is more of than before; of memory, more than so many bytes."""
-        grown = [
-            f"{name}: {getattr(before, name)}, then {getattr(self, name)}"
-            for name, more in (("threads", _OF_GRPC), ("descriptors", _OF_GRPC), ("segments", 0))
-            if getattr(self, name) - getattr(before, name) > more
-        ]
-        if self.resident_bytes - before.resident_bytes > resident_bytes_max:
-            grown.append(f"resident: {before.resident_bytes / MIB:.1f} MiB, then {self.resident_bytes / MIB:.1f} MiB")
-        return grown
+
+def growth(looks: Sequence[Usage], *, resident_bytes_max: int) -> list[str]:
+    """Returns what a process holds more and more of, as it was seen at several times.
+
+    Memory rises and falls with the messages in hand: it grows if the least of the later half is more than the most of
+    the first half, by more than so many bytes.
+    """
+    first, last = looks[0], looks[-1]
+    grown = [
+        f"{name}: {getattr(first, name)}, then {getattr(last, name)}"
+        for name, more in (("threads", _OF_GRPC), ("descriptors", _OF_GRPC), ("segments", 0))
+        if getattr(last, name) - getattr(first, name) > more
+    ]
+    half = len(looks) // 2
+    before = max(look.resident_bytes for look in looks[:half])
+    after = min(look.resident_bytes for look in looks[half:])
+    if after - before > resident_bytes_max:
+        grown.append(f"resident: up to {before / MIB:.1f} MiB, then from {after / MIB:.1f} MiB")
+    return grown
