@@ -124,7 +124,8 @@ class ServerConfig:
     @property
     def busy_poll_ns(self) -> int:
         """`busy_poll_ms` in nanoseconds; 0 where there is one core alone, which is left to the callers."""
-        return round(self.busy_poll_ms * 1e6) if len(os.sched_getaffinity(0)) > 1 else 0
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return round(self.busy_poll_ms * 1e6) if cores > 1 else 0
 
     @property
     def temporary_directory(self) -> Path:

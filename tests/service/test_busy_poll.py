@@ -92,6 +92,10 @@ def test_a_period_out_of_range_is_refused(period_ms):
 
 
 def test_a_lone_core_is_left_to_the_callers(monkeypatch):
-    assert ServerConfig(busy_poll_ms=3.0).busy_poll_ns in (0, 3_000_000)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 5})
+    assert ServerConfig(busy_poll_ms=3.0).busy_poll_ns == 3_000_000
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {5})
     assert ServerConfig(busy_poll_ms=3.0).busy_poll_ns == 0
+    monkeypatch.delattr("os.sched_getaffinity")  # as on systems other than Linux
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert ServerConfig(busy_poll_ms=3.0).busy_poll_ns == 3_000_000
