@@ -7,8 +7,8 @@ that it is a method of.
 from __future__ import annotations  # help() shows names, not what ArrayLike stands for
 
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any, SupportsFloat, SupportsIndex, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from attnd.v1 import attention_pb2
 # An array, or with `return_lse` a pair of arrays. Any stands for the pair, so that both `out = ...` and
 # `out, lse = ...` pass a type checker.
 Attended: TypeAlias = np.ndarray | Any
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def ragged_paged_attention(
@@ -242,6 +245,21 @@ def attending(
     )
 
 
+def _remembered(function: Callable[P, T]) -> Callable[P, T]:
+    """Keeps what a function returned for the same arguments; those that cannot be looked up are not kept."""
+    kept = cast("Callable[P, T]", functools.lru_cache(maxsize=256, typed=True)(function))
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return kept(*args, **kwargs)
+        except TypeError:  # an array of no axes
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_remembered
 def options(
     sm_scale: SupportsFloat | None,
     sliding_window: SupportsIndex | None,
@@ -251,22 +269,6 @@ def options(
     return_lse: bool,
 ) -> attention_pb2.AttentionOptions:
     """Returns the scalars of a call, which nobody may change: calls with the same have the same."""
-    scalars: tuple[Any, ...] = (sm_scale, sliding_window, soft_cap, k_scale, v_scale, return_lse)
-    try:
-        return _options(*scalars)
-    except TypeError:  # an array of no axes cannot be looked up
-        return _options.__wrapped__(*scalars)
-
-
-@functools.lru_cache(maxsize=256, typed=True)
-def _options(
-    sm_scale: SupportsFloat | None,
-    sliding_window: SupportsIndex | None,
-    soft_cap: SupportsFloat | None,
-    k_scale: SupportsFloat | None,
-    v_scale: SupportsFloat | None,
-    return_lse: bool,
-) -> attention_pb2.AttentionOptions:
     # None leaves a field unset; an explicit 0.0 travels and meets the server's checks.
     return attention_pb2.AttentionOptions(
         sm_scale=_messages.real(sm_scale, "sm_scale"),

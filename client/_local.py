@@ -22,7 +22,7 @@ from google.rpc import status_pb2
 from attnd.client._calls import METHODS, StepMetadata
 from attnd.client._errors import InternalError
 from attnd.client._transport import Answer, RefusalError, Sending
-from attnd.client._wire import check_size
+from attnd.client._wire import NBYTES, arrays_bytes, check_size
 from attnd.v1 import attention_pb2, envelope, local, server_pb2, tensors
 from attnd.v1.limits import TENANT_KEY
 from attnd.v1.local import Kind, Room
@@ -48,7 +48,6 @@ _LEASES_BYTES_MAX: Final = 96 * 1024**2
 _ONCE: Final = frozenset(
     ("CreateCache", "DeleteCache", "CreateSequences", "ForkSequence", "TruncateSequence", "ReleaseSequences")
 )
-_NBYTES: Final = operator.attrgetter("nbytes")
 
 
 class LostError(Exception):
@@ -155,7 +154,7 @@ class Talk:
         if self._memory is not None:
             return False
         arrays = [*sending.arrays.values(), *(() if sending.step is None else sending.step.arrays.values())]
-        return max(map(_NBYTES, arrays), default=0) >= local.SHARED_BYTES_MIN or sending.method.name == "ReadPages"
+        return max(map(NBYTES, arrays), default=0) >= local.SHARED_BYTES_MIN or sending.method.name == "ReadPages"
 
     def share(self, fd: int) -> None:
         """Takes memory, and closes its descriptor.
@@ -177,13 +176,13 @@ class Talk:
             TooLargeError: It does not fit.
             ResourceExhaustedError: It has more bytes than a message may have.
         """
-        arrays_bytes = sum(map(_NBYTES, sending.arrays.values()))
+        size_bytes = arrays_bytes(sending.arrays)
         if sending.step is not None and sending.step not in self._plans:
-            arrays_bytes += sum(map(_NBYTES, sending.step.arrays.values()))
-        check_size(sending, arrays_bytes, message_bytes_max)
+            size_bytes += arrays_bytes(sending.step.arrays)
+        check_size(sending, size_bytes, message_bytes_max)
         place, room = None, local.NO_ROOM
         if self._memory is not None:
-            place, room = self._memory.prepare(sending, arrays_bytes)
+            place, room = self._memory.prepare(sending, size_bytes)
         kind, first, second, plan_id = self._parts(sending, place)
         if len(first) + len(second) > local.REQUEST_BYTES_MAX:
             raise TooLargeError
@@ -191,7 +190,7 @@ class Talk:
         return Asked(
             frame=local.request(kind, first, second, timeout_s=timeout_s, room=room),
             room=room,
-            size_bytes=arrays_bytes + len(first) + len(second),
+            size_bytes=size_bytes + len(first) + len(second),
             step=sending.step,
             plan_id=plan_id,
         )

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from attnd.client._calls import StepMetadata
 from attnd.client._errors import DeadlineExceededError, InternalError
 from attnd.client._transport import Answer, RefusalError, Sending
-from attnd.client._wire import check_size
+from attnd.client._wire import arrays_bytes, check_size
 from attnd.v1 import attention_pb2, envelope, tensors
 
 PATH: Final = "/attnd.v1.AttentionService/Session"
@@ -88,7 +88,7 @@ class Dialogue:
         """
         if (known := self._plans.get(step)) is not None:
             return Planned(known, b"")
-        check_size(sending, sum(array.nbytes for array in step.arrays.values()), message_bytes_max)
+        check_size(sending, arrays_bytes(step.arrays), message_bytes_max)
         plan_id = self.next_id()
         outers: list[tuple[Message, str]] = [
             (attention_pb2.SessionRequest(id=plan_id), "plan"),
@@ -112,7 +112,7 @@ def pack(sending: Sending, request_id: int, plan_id: int, message_bytes_max: int
     Raises:
         ResourceExhaustedError: They are more than a message may have.
     """
-    check_size(sending, sum(array.nbytes for array in sending.arrays.values()), message_bytes_max)
+    check_size(sending, arrays_bytes(sending.arrays), message_bytes_max)
     request: Any = sending.request
     request.plan_id = plan_id
     outer = attention_pb2.SessionRequest(id=request_id, timeout_s=sending.timeout_s, others_wait=others_wait)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Final
 
@@ -170,14 +169,7 @@ class Numba(Xla):
         def run(items: np.ndarray) -> None:
             kernel(bits, scales, paging_of(spec), decodes.table, items, scaled, soft_cap, out, lse)
 
-        others = [self._workers.submit(run, items) for items in decodes.threads[1:]]
-        try:
-            run(decodes.threads[0])
-        finally:
-            if others:
-                wait(others)  # a kernel that still ran would read what the next call writes
-        for other in others:
-            other.result()
+        self._side_by_side(run, decodes.threads)
         merge(decodes.extras, out, lse)
         return out[: len(q)].reshape(q.shape), lse[: len(q)].reshape(q.shape[:2])
 

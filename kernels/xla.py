@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -14,9 +15,11 @@ from attnd.kernels.contract import Attended, AttentionOptions, CacheSpec, Kernel
 from attnd.kernels.host_pages import HostPages
 from attnd.kernels.stored import poison
 from attnd.kernels.xla_kernel import Pool, ProgramShape
-from attnd.kernels.xla_programs import BUCKETS, Program, alias_pages, program_shape
+from attnd.kernels.xla_programs import BUCKETS, Program, Staging, alias_pages, program_shape
 from attnd.kernels.xla_results import Results
-from attnd.kernels.xla_work import Bucket, Paging, Work, plan
+from attnd.kernels.xla_work import Bucket, Call, Paging, Work, plan
+
+ShareT = TypeVar("ShareT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,24 +150,17 @@ class Xla:
         compile_ns = time.perf_counter_ns() - written_ns if self.num_compiled_programs > num_compiled else 0
         results = Results(q, num_tokens=batch.num_tokens, v_scale=options.v_scale or 1.0, merges=work.merges)
         # Inputs are written before any program runs: what computes takes the cores from threads of Python.
-        first = [programs[calls[0].bucket].stage(calls[0], q, options) for calls in work.threads]
+        shares = [(calls, programs[calls[0].bucket].stage(calls[0], q, options)) for calls in work.threads]
 
-        def run(thread: int) -> None:
+        def run(share: tuple[Sequence[Call], Staging | None]) -> None:
+            calls, staged = share
             with np.errstate(over="ignore", invalid="ignore"):  # what a dtype cannot hold is infinite
-                staging = first[thread]
-                for ordinal, call in enumerate(work.threads[thread]):
+                for call in calls:
                     program = programs[call.bucket]
-                    if ordinal:
-                        staging = program.stage(call, q, options)
+                    staging, staged = staged or program.stage(call, q, options), None
                     results.add(call, *program.run(pages.pools[layer], staging))
 
-        others = [self._workers.submit(run, thread) for thread in range(1, len(work.threads))]
-        try:
-            run(0)
-        finally:
-            wait(others)  # a program that still ran would read what the next call writes
-        for other in others:
-            other.result()
+        self._side_by_side(run, shares)
         results.merge()
         return Attended(
             out=results.out,
@@ -175,6 +171,17 @@ class Xla:
                 kernel_ns=time.perf_counter_ns() - written_ns - compile_ns,
             ),
         )
+
+    def _side_by_side(self, run: Callable[[ShareT], None], shares: Sequence[ShareT]) -> None:
+        """Runs shares of a call's work on a thread each, the first on this one, and returns when all have ended."""
+        others = [self._workers.submit(run, share) for share in shares[1:]]
+        try:
+            run(shares[0])
+        finally:
+            if others:
+                wait(others)  # what still ran would read what the next call writes
+        for other in others:
+            other.result()
 
     def _plan(self, batch: RaggedBatch, sliding_window: int | None, spec: CacheSpec, num_q_heads: int) -> Planned:
         if self._planned is not None and self._planned.serves(batch, sliding_window, spec, num_q_heads):

@@ -1,6 +1,5 @@
 """Sessions as any gRPC client sees them: many calls over one stream."""
 
-import asyncio
 import itertools
 import math
 import queue
@@ -13,9 +12,6 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from attnd.service.dispatch import Caller, Reply
-from attnd.service.session import Handlers
-from attnd.service.session import Session as ServedSession
 from attnd.v1 import attention_pb2 as pb
 from attnd.v1 import cache_pb2, server_pb2, tensors
 from tests.support.rpc import (
@@ -334,69 +330,3 @@ def test_an_idle_session_is_told_when_the_server_stops():
         assert refusal(caught.value).code is grpc.StatusCode.UNAVAILABLE
         assert refusal(caught.value).reason == "SERVER_STOPPING"
         assert "Traceback" not in server.log()
-
-
-def test_a_call_comes_alone_unless_others_wait_in_its_session_or_its_client_says_so():
-    """What comes alone may run at once; what does not is better run together with others."""
-    alone = {}
-
-    async def scenario():
-        held, messages, answers = asyncio.Event(), asyncio.Queue(), asyncio.Queue()
-
-        async def attend(request, caller):
-            alone[request.layer] = caller.connection is not None
-            if request.layer == 2:
-                await held.wait()
-            return Reply(pb.AttendResponse())
-
-        async def put(layer, **header):
-            request = pb.SessionRequest(id=layer, attend=pb.AttendRequest(layer=layer), **header)
-            await messages.put(request.SerializeToString())
-
-        caller = Caller(expires_at=math.inf, received_at_ns=0, tenant="")
-        handlers = Handlers(whole={"attend": attend}, plan={}, planned=None)
-        serving = asyncio.create_task(ServedSession(handlers, answers.put, caller).run(messages.get))
-        await put(0)
-        await answers.get()
-        await put(1, others_wait=True)
-        await answers.get()
-        await put(2)
-        await put(3)
-        while 3 not in alone:
-            await asyncio.sleep(0)
-        held.set()
-        await messages.put(None)
-        await serving
-
-    asyncio.run(scenario())
-    assert alone == {0: True, 1: False, 2: True, 3: False}
-
-
-def test_a_server_may_stop_while_a_session_that_its_caller_has_ended_is_answered():
-    messages = iter([pb.SessionRequest(id=1, attend=pb.AttendRequest()).SerializeToString()])
-    sent = []
-
-    async def scenario():
-        at_work, go_on = asyncio.Event(), asyncio.Event()
-
-        async def attend(*_):
-            at_work.set()
-            await go_on.wait()
-            return Reply(pb.AttendResponse())
-
-        async def receive():
-            return next(messages, None)
-
-        async def send(reply):
-            sent.append(reply)
-
-        handlers = Handlers(whole={"attend": attend}, plan={}, planned=attend)
-        session = ServedSession(handlers, send, Caller(expires_at=math.inf, received_at_ns=0, tenant=""))
-        running = asyncio.create_task(session.run(receive))
-        await at_work.wait()
-        session.end()
-        go_on.set()
-        await running
-
-    asyncio.run(scenario())
-    assert len(sent) == 1

@@ -1,4 +1,4 @@
-"""What processes hold, to be compared between two moments."""
+"""What processes hold, to be compared between several moments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
