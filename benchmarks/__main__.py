@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from attnd.v1.polling import poll_in_waiting_threads
 from benchmarks import report
 
 # Seconds of measuring for each section; set-up, compiling and checking come on top.
@@ -39,4 +40,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    poll_in_waiting_threads()  # inherited by the processes that it starts
     main()

@@ -21,10 +21,16 @@ def python(module: str, *arguments: str) -> list[str]:
 
 
 @contextmanager
-def child(command: Sequence[str | Path]) -> Iterator["subprocess.Popen[str]"]:
-    """Runs a command with pipes for its input and output, and ends it, kindly first."""
+def child(command: Sequence[str | Path], **variables: str) -> Iterator["subprocess.Popen[str]"]:
+    """Runs a command with pipes for its input and output, and ends it, kindly first.
+
+    Args:
+        command: The command.
+        variables: What its environment has beyond ours, or other than it.
+    """
     # The path makes `benchmarks` importable wherever the run was started.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path} | variables
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
     )
@@ -57,7 +63,7 @@ def read_line(process: "subprocess.Popen[str]") -> str:
 @contextmanager
 def attnd_server(*options: str) -> Iterator[tuple[str, int]]:
     """Runs `attnd serve` on a free port of loopback; gives its address and process id."""
-    command = python("attnd.service.cli", "serve", "--port", "0", "--log-level", "WARNING", *options)
+    command = python("attnd.service", "serve", "--port", "0", "--log-level", "WARNING", *options)
     with child(command) as process:
         yield read_line(process).rpartition(" ")[2], process.pid
 

@@ -149,9 +149,10 @@ def _echo() -> Iterator[tuple[str, Driver]]:
 
 @contextmanager
 def _naive() -> Iterator[Driver]:
-    with child(python(PEERS, "naive-serve")) as server:
+    # As gRPC is when nobody tells it anything.
+    with child(python(PEERS, "naive-serve"), GRPC_EXPERIMENTS="") as server:
         address = read_line(server)
-        with child(python(PEERS, "naive-drive", address)) as driver:
+        with child(python(PEERS, "naive-drive", address), GRPC_EXPERIMENTS="") as driver:
             yield Driver(driver)
 
 

@@ -83,7 +83,7 @@ def _server(address: str | None) -> Iterator[str]:
     if address is not None:
         yield address
         return
-    command = [sys.executable, "-m", "attnd.service.cli", "serve", "--port", "0", "--log-level", "WARNING"]
+    command = [sys.executable, "-m", "attnd.service", "serve", "--port", "0", "--log-level", "WARNING"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - of this package
         try:
             assert process.stdout is not None

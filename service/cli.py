@@ -214,7 +214,3 @@ def _tls(cert_file: Path | None, key_file: Path | None, client_ca_file: Path | N
 def _failure(message: str) -> typer.Exit:
     typer.echo(f"attnd: {message}", err=True)
     return typer.Exit(1)
-
-
-if __name__ == "__main__":
-    main()

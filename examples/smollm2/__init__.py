@@ -7,5 +7,5 @@ Read in this order:
 2. `attention.py`: what the model asks of attention, and how an attnd cache answers: one call per layer and step.
 3. `llama.py`: the dense layers. What is between `step.attend` and `step.attend` is all that stays on this machine.
 4. `model_file.py`, `chat.py`: weights, vocabulary and chat template out of one GGUF file.
-5. `server.py`, `report.py`, `terminal.py`, `__main__.py`: the demonstration around it.
+5. `server.py`, `report.py`, `terminal.py`, `command.py`: the demonstration around it.
 """

@@ -180,7 +180,7 @@ def test_two_servers_do_not_share_a_data_directory(saving_server: ServerProcess,
 def test_the_command_line_saves_and_restores_for_a_tenant(saving_server: ServerProcess, command: str) -> None:
     def attnd(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, "-m", "attnd.service.cli", *arguments], check=False, capture_output=True, text=True
+            [sys.executable, "-m", "attnd.service", *arguments], check=False, capture_output=True, text=True
         )
 
     with Client(saving_server.address, tenant="acme") as client:

@@ -354,20 +354,20 @@ def test_sigterm_lets_calls_in_flight_end(server):
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["info", "--help"]])
 def test_help_needs_no_server(arguments):
     ran = subprocess.run(
-        [sys.executable, "-m", "attnd.service.cli", *arguments], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-m", "attnd.service", *arguments], capture_output=True, text=True, check=True, timeout=60
     )
     assert "attnd" in ran.stdout
 
 
 def test_info_prints_a_table_of_server_and_caches(server, client, cache_id):
-    command = [sys.executable, "-m", "attnd.service.cli", "info", server.address]
+    command = [sys.executable, "-m", "attnd.service", "info", server.address]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert f"attnd at {server.address}" in ran.stdout
     assert "incarnation" in ran.stdout
 
 
 def test_info_says_where_no_server_answers():
-    command = [sys.executable, "-m", "attnd.service.cli", "info", "127.0.0.1:1"]
+    command = [sys.executable, "-m", "attnd.service", "info", "127.0.0.1:1"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ran.returncode == 1
     assert "No attnd server answers at 127.0.0.1:1" in ran.stderr

@@ -330,7 +330,7 @@ def _round(folder: Path, loads: list[Load], rng: random.Random) -> bool:
 
 def _kill_a_start(folder: Path, rng: random.Random) -> None:
     """Kills a server before or shortly after it is ready."""
-    command = [sys.executable, "-m", "attnd.service.cli", "serve", "--port", "0", *_options(folder)]
+    command = [sys.executable, "-m", "attnd.service", "serve", "--port", "0", *_options(folder)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         threading.Event().wait(rng.uniform(0.0, START_S_MAX))
         process.kill()

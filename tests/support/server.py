@@ -37,7 +37,7 @@ def attnd_server(*options: str, port: int = 0, warm_up: bool = False) -> Iterato
     Raises:
         RuntimeError: The server ended before it was ready; the text is its log.
     """
-    command = [sys.executable, "-m", "attnd.service.cli", "serve", "--port", str(port), "--grace-s", "2"]
+    command = [sys.executable, "-m", "attnd.service", "serve", "--port", str(port), "--grace-s", "2"]
     # Most tests make many small caches and few calls of each: they need few of the programs.
     command += ["--warm-up" if warm_up else "--no-warm-up", *options]
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
