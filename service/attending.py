@@ -20,7 +20,7 @@ from attnd.service.sequence import Reservation
 BATCH_TOKENS_MAX: Final = 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)  # frozen, it would take twice as long to make
 class AttentionCall(Joinable[Attended]):
     """A validated call.
 
@@ -184,7 +184,7 @@ class AttentionCall(Joinable[Attended]):
         self.cache.implementation.copy(self.cache.pages, np.concatenate(sources), np.concatenate(targets))
 
     def _require_same_tokens(self) -> None:
-        if self.reservation is None or self.k is None or self.v is None:
+        if self.reservation is None or not self.reservation.rewrites or self.k is None or self.v is None:
             return
         # Rows of the reservation that have no tokens in this call are not in the batch; theirs need no check.
         held_lens = self.reservation.held_lens[self.reservation.q_lens > 0]

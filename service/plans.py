@@ -128,7 +128,7 @@ async def sequence_call(
     table = cache.require_sequences()
     reservation = await table.reserve(handles, lens.q_lens, lens.kv_lens, layer, append=k is not None)
     try:
-        if k is not None and v is not None and (lens.kv_lens - lens.q_lens < reservation.held_lens).any():
+        if k is not None and v is not None and reservation.rewrites:
             # Tokens that are written again are compared first. In shared memory their owner could change them in
             # between, and with them what forks and saves read.
             k, v = k.copy(), v.copy()

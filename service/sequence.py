@@ -3,6 +3,7 @@
 import asyncio
 import operator
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from jaxtyping import Int32
@@ -12,6 +13,8 @@ from attnd.service.errors import FailedPreconditionError
 from attnd.service.pages import RESERVED_PAGE, PagePool, Pages
 
 Lens = Int32[np.ndarray, " num_seqs"]
+
+_PAGES: Final = operator.attrgetter("pages")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -45,7 +48,8 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens of the layer that holds most."""
-        return int(self.layer_lens.max())
+        lens: list[int] = self.layer_lens.tolist()  # for so few numbers, sooner than NumPy
+        return max(lens)
 
     def replace_pages(self, slots: np.ndarray, targets: Pages) -> None:
         """Puts other pages into some places of the page table, which is an array of its own afterwards."""
@@ -81,12 +85,13 @@ class Reservation:
         q_lens: int32 [num_seqs]. Tokens of the call.
         kv_lens: int32 [num_seqs]. Lengths after the call.
         held_lens: int32 [num_seqs]. Tokens that the layer held at admission; nobody changes them meanwhile.
+        rewrites: Whether some of the call's tokens may be among them.
         batch: What the kernel works on.
         copies: What is copied before anything is written. While there are any, no other call uses the sequences.
         fresh: int32. Pages that were free before.
         followed: Whether other layers' calls came to its sequences since: one that is run before it, as part of a
             batch, writes to its fresh pages first.
-        settled: Set when the work has ended.
+        settled: Set when the work has ended; None as long as nobody has waited for that.
     """
 
     sequences: list[Sequence]
@@ -94,18 +99,24 @@ class Reservation:
     q_lens: Lens
     kv_lens: Lens
     held_lens: Lens
+    rewrites: bool
     batch: RaggedBatch
     copies: list[PageCopies]
     fresh: Pages
     followed: bool = False
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    settled: asyncio.Event | None = None
+
+    async def wait(self) -> None:
+        """Returns when the work has ended."""
+        if self.settled is None:
+            self.settled = asyncio.Event()
+        await self.settled.wait()
 
 
-def require_held(needed_lens: Lens, held_lens: Lens, layer: int) -> None:
+def require_held(needed_lens: list[int], held_lens: list[int], layer: int) -> None:
     """Raises FailedPreconditionError if a layer lacks tokens before those of a call."""
-    are_holes = needed_lens > held_lens
-    if np.count_nonzero(are_holes):
-        i = int(np.argmax(are_holes))
+    if any(map(operator.gt, needed_lens, held_lens)):
+        i = next(i for i, needed in enumerate(needed_lens) if needed > held_lens[i])
         message = (
             f"Sequence {i} of the call needs {needed_lens[i]} tokens in layer {layer} before this call's; "
             f"the layer holds {held_lens[i]}."
@@ -115,16 +126,19 @@ def require_held(needed_lens: Lens, held_lens: Lens, layer: int) -> None:
 
 def call_in_the_way(sequences: list[Sequence], layer: int) -> Reservation | None:
     """Returns a call in flight that a call of a layer must wait for: one of its layer, or one that copies pages."""
-    calls = (call for sequence in sequences for call in sequence.in_flight)
-    return next((call for call in calls if call.layer == layer or call.copies), None)
+    for sequence in sequences:
+        for call in sequence.in_flight:
+            if call.layer == layer or call.copies:
+                return call
+    return None
 
 
 def slots_to_copy(
-    sequences: list[Sequence], held_lens: Lens, kv_lens: Lens, pool: PagePool, page_size: int
+    sequences: list[Sequence], held_lens: list[int], kv_lens: list[int], pool: PagePool, page_size: int
 ) -> list[tuple[Sequence, np.ndarray]]:
     """Returns the places, in page tables, of pages that a call writes new tokens to and others read."""
     to_copy = []
-    for sequence, start, end in zip(sequences, held_lens.tolist(), kv_lens.tolist(), strict=True):
+    for sequence, start, end in zip(sequences, held_lens, kv_lens, strict=True):
         if not sequence.shares or start >= end:
             continue
         first = start // page_size
@@ -152,6 +166,13 @@ class Batches:
         self._made_of: list[np.ndarray] = []
         self._batch: RaggedBatch | None = None
 
+    def known(self, sequences: list[Sequence], q_lens: Lens, kv_lens: Lens) -> RaggedBatch | None:
+        """Returns the latest batch if it was made of the same, whose pages were enough for it."""
+        made_of = self._made_of
+        if len(made_of) != 2 + len(sequences) or q_lens is not made_of[0] or kv_lens is not made_of[1]:
+            return None
+        return self._batch if all(map(operator.is_, map(_PAGES, sequences), made_of[2:])) else None
+
     def of(
         self,
         sequences: list[Sequence],
@@ -167,11 +188,8 @@ class Batches:
             q_lens: int32 [num_seqs]. Tokens of the call.
             kv_lens: int32 [num_seqs]. Lengths after the call.
         """
-        made_of = [q_lens, kv_lens, *[sequence.pages for sequence in sequences]]
-        alike = not copies and len(made_of) == len(self._made_of)
-        if self._batch is not None and alike and all(map(operator.is_, made_of, self._made_of)):
-            return self._batch
         batch = RaggedBatch.compact(kv_lens, page_table(sequences, copies), q_lens, self._page_size)
+        made_of = [q_lens, kv_lens, *map(_PAGES, sequences)]
         self._made_of, self._batch = ([], None) if copies else (made_of, batch)
         return batch
 

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from jaxtyping import Int32
 
-from attnd.kernels.contract import CacheSpec
+from attnd.kernels.contract import CacheSpec, RaggedBatch
 from attnd.kernels.errors import InvalidArgumentError
 from attnd.service.errors import DataLossError, NotFoundError, ResourceExhaustedError
 from attnd.service.pages import PagePool, Pages
@@ -28,6 +28,8 @@ from attnd.service.world import World
 HANDLE_BYTES: Final = 16
 SEQUENCES_MAX: Final = 65536
 LEASE_S_MAX: Final = 10.0 * 365 * 24 * 3600
+
+_NO_PAGES: Final = np.empty(0, np.int32)
 
 
 class SequenceTable:
@@ -131,7 +133,7 @@ class SequenceTable:
             (sequence,) = self._find_whole([handle], field="sequence")
             if not sequence.in_flight:
                 break
-            await sequence.in_flight[0].settled.wait()
+            await sequence.in_flight[0].wait()
         if not 0 <= length <= sequence.length:
             message = f"{length=} must be in [0, {sequence.length}], the sequence's."
             raise InvalidArgumentError.of("length", message)
@@ -198,32 +200,27 @@ class SequenceTable:
             FailedPreconditionError: The layer lacks tokens before the call's.
             ResourceExhaustedError: Too few pages are free, or the tenant's quota is smaller.
         """
+        # Numbers of Python's: most calls have so few sequences that NumPy takes longer.
+        ends, starts = kv_lens.tolist(), (kv_lens - q_lens).tolist()
         while True:
             sequences = self._find_whole(handles)
             blocker = call_in_the_way(sequences, layer)
             if blocker is None:
-                held_lens = np.array([sequence.layer_lens[layer] for sequence in sequences], np.int32)
-                require_held(kv_lens - q_lens if append else kv_lens, held_lens, layer)
-                to_copy = slots_to_copy(sequences, held_lens, kv_lens, self._pool, self._spec.page_size)
+                held_lens = [sequence.layer_lens.item(layer) for sequence in sequences]
+                require_held(starts if append else ends, held_lens, layer)
+                to_copy = slots_to_copy(sequences, held_lens, ends, self._pool, self._spec.page_size)
                 blocker = next((call for sequence, _ in to_copy for call in sequence.in_flight), None)
             if blocker is None:
                 break
-            await blocker.settled.wait()
-        copies, fresh = self._take(sequences, kv_lens, to_copy)
-        try:
-            batch = self._batches.of(sequences, copies, q_lens, kv_lens)
-        except BaseException:
-            for each in copies:
-                self._drop(each.targets)
-            for sequence in sequences:
-                self._trim(sequence)
-            raise
+            await blocker.wait()
+        copies, fresh, batch = self._pages_for(sequences, q_lens, kv_lens, to_copy)
         reservation = Reservation(
             sequences=sequences,
             layer=layer,
             q_lens=q_lens,
             kv_lens=kv_lens,
-            held_lens=held_lens,
+            held_lens=np.array(held_lens, np.int32),
+            rewrites=append and held_lens != starts,
             batch=batch,
             copies=copies,
             fresh=fresh,
@@ -247,7 +244,8 @@ class SequenceTable:
             sequence.in_flight.remove(reservation)
             sequence.expires_at = now + sequence.lease_s
             self._trim(sequence)
-        reservation.settled.set()
+        if reservation.settled is not None:
+            reservation.settled.set()
 
     # Saves.
 
@@ -302,13 +300,13 @@ class SequenceTable:
         sequences = []
         seen: set[bytes] = set()
         for i, handle in enumerate(handles):
-            place = f"sequences[{i}]" if field == "sequences" else field
-            if handle in seen:
-                raise InvalidArgumentError.of(place, f"Sequence {handle.hex()} must stand only once.")
-            seen.add(handle)
             sequence = self._sequences.get(handle)
-            if sequence is None or self._is_expired(sequence):
+            if sequence is None or handle in seen or self._is_expired(sequence):
+                place = f"sequences[{i}]" if field == "sequences" else field
+                if handle in seen:
+                    raise InvalidArgumentError.of(place, f"Sequence {handle.hex()} must stand only once.")
                 raise NotFoundError("SEQUENCE_NOT_FOUND", f"No sequence {handle[:HANDLE_BYTES].hex()} at {place}.")
+            seen.add(handle)
             sequences.append(sequence)
         now = self._world.now()
         for sequence in sequences:
@@ -353,6 +351,22 @@ class SequenceTable:
     def _num_pages(self, length: int) -> int:
         return -(-length // self._spec.page_size)
 
+    def _pages_for(
+        self, sequences: list[Sequence], q_lens: Lens, kv_lens: Lens, to_copy: list[tuple[Sequence, np.ndarray]]
+    ) -> tuple[list[PageCopies], Pages, RaggedBatch]:
+        """Takes all pages that a call needs, or none; returns those, what it copies first, and its batch."""
+        if not to_copy and (known := self._batches.known(sequences, q_lens, kv_lens)) is not None:
+            return [], _NO_PAGES, known  # another layer of the same step
+        copies, fresh = self._take(sequences, kv_lens, to_copy)
+        try:
+            return copies, fresh, self._batches.of(sequences, copies, q_lens, kv_lens)
+        except BaseException:
+            for each in copies:
+                self._drop(each.targets)
+            for sequence in sequences:
+                self._trim(sequence)
+            raise
+
     def _take(
         self, sequences: list[Sequence], kv_lens: Lens, to_copy: list[tuple[Sequence, np.ndarray]]
     ) -> tuple[list[PageCopies], Pages]:
@@ -361,7 +375,7 @@ class SequenceTable:
         missing = np.maximum(needed - [len(sequence.pages) for sequence in sequences], 0)
         sizes = [*(len(slots) for _, slots in to_copy), *missing.tolist()]
         if not any(sizes):
-            return [], np.empty(0, np.int32)
+            return [], _NO_PAGES
         try:
             fresh = self._pool.take(sum(sizes))
         except ResourceExhaustedError:
