@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
@@ -34,8 +35,7 @@ class Method:
     streams: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call(Generic[ResultT]):
+class Call(NamedTuple, Generic[ResultT]):
     """One call, not yet sent.
 
     Attributes:
@@ -52,7 +52,7 @@ class Call(Generic[ResultT]):
     method: str
     request: Message
     read: Callable[[Any, Mapping[str, np.ndarray]], ResultT]
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = MappingProxyType({})
     step: "StepMetadata | None" = None
     timeout_s: float | None = None
     incarnation_id: str = ""

@@ -11,8 +11,7 @@ import socket
 import struct
 import time
 import weakref
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 import numpy as np
@@ -122,8 +121,7 @@ def check_repeatable(sending: Sending, error: LostError) -> None:
         raise RefusalError(status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message=message)) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(NamedTuple):
     """A call as it goes over a connection.
 
     Attributes:

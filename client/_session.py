@@ -6,7 +6,7 @@ Both clients keep one `Dialogue` for each stream. It is not locked: the blocking
 import itertools
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import grpc
@@ -183,7 +183,7 @@ def repeated(sending: Sending, deadline: float) -> Sending:
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise expired(sending)
-    return replace(sending, timeout_s=left_s)
+    return sending._replace(timeout_s=left_s)
 
 
 def expired(sending: Sending) -> DeadlineExceededError:

@@ -1,8 +1,7 @@
 """What carries calls to the server: one seam, behind which a transport may be anything."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 import numpy as np
@@ -12,8 +11,7 @@ from google.rpc import status_pb2
 from attnd.client._calls import Method, StepMetadata
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sending:
+class Sending(NamedTuple):
     """One request on its way.
 
     Attributes:
@@ -38,11 +36,10 @@ class Sending:
         if self.step is None:
             return self
         request, arrays = self.step.whole(self.request, self.arrays)
-        return replace(self, request=request, arrays=arrays, step=None)
+        return self._replace(request=request, arrays=arrays, step=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What the server answered.
 
     Attributes:

@@ -6,8 +6,9 @@ exception has become a `google.rpc.Status` by then.
 
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -19,29 +20,32 @@ from attnd.kernels.errors import InvalidArgumentError
 from attnd.service.status import status_of
 from attnd.v1 import envelope
 from attnd.v1.limits import TENANT_KEY
+from attnd.v1.tails import Fetch
 
 _TENANT: Final = re.compile(r"[A-Za-z0-9._-]{0,128}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+_NO_ARRAYS: Final[Mapping[str, np.ndarray]] = MappingProxyType({})
+
+
+class Caller(NamedTuple):
     """What comes with a request.
 
     Attributes:
-        arrays: The arrays of the request, by field, read-only; its message does not have them.
         expires_at: `time.monotonic()` at which its deadline passes; infinite if it has none.
         received_at_ns: `time.monotonic_ns()` at which its message had been received.
         tenant: Who calls: the common name of the client's certificate, or what the call says where there is none.
         fetch: Returns elements that lie in memory which the connection shares; None if it shares none.
         connection: What calls have in common that come one after the other; None if they may come at the same time.
+        arrays: The arrays of the request, by field, read-only; its message does not have them.
     """
 
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     expires_at: float
     received_at_ns: int
     tenant: str
-    fetch: envelope.Fetch | None = None
+    fetch: Fetch | None = None
     connection: Hashable = None
+    arrays: Mapping[str, np.ndarray] = _NO_ARRAYS
 
 
 def named_tenant(name: object) -> str:
@@ -56,8 +60,7 @@ def named_tenant(name: object) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """An answer.
 
     Attributes:
@@ -67,7 +70,7 @@ class Reply:
     """
 
     message: Message
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = _NO_ARRAYS
     outers: Sequence[tuple[Message, str]] = ()
 
     def pack(self) -> bytes:
@@ -94,15 +97,7 @@ def read(message: bytes | memoryview | envelope.Inner, kind: type[Message], call
         TensorError: An array is not what it claims to be.
     """
     request, arrays = envelope.unpack(message, kind, caller.fetch)
-    # Not `replace`, which takes as long as reading a small message.
-    return request, Caller(
-        arrays=arrays,
-        expires_at=caller.expires_at,
-        received_at_ns=caller.received_at_ns,
-        tenant=caller.tenant,
-        fetch=caller.fetch,
-        connection=caller.connection,
-    )
+    return request, Caller(*caller[:-1], arrays)
 
 
 class DisconnectedError(Exception):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from attnd.service.batching import Joinable, Lanes
 from attnd.service.brevity import Brevity
@@ -27,8 +27,7 @@ def _ignore(_done: bool) -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Ran(Generic[T]):
+class Ran(NamedTuple, Generic[T]):
     """What a job gave.
 
     Attributes:

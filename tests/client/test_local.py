@@ -1,7 +1,6 @@
 """Both clients over the local socket: when it is used, what lies where, and what happens when it breaks."""
 
 import asyncio
-import dataclasses
 import gc
 import signal
 import threading
@@ -301,4 +300,4 @@ def sending(method: str = "ListCaches") -> Sending:
 
 
 def short_call():
-    return dataclasses.replace(get_cache(None, "none"), timeout_s=0.5)
+    return get_cache(None, "none")._replace(timeout_s=0.5)

@@ -8,21 +8,20 @@ protobuf itself would write.
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from attnd.v1 import tensor_pb2, tensors
+from attnd.v1.tails import Described, Fetch, Tails, inner_of
 
 MessageT = TypeVar("MessageT", bound=Message)
 Place = Callable[[np.ndarray], int | None]
 """Puts the elements of an array, little-endian, into shared memory, and returns where; None leaves them to the
 message."""
-
-Fetch = Callable[[str, int, int], memoryview]
-"""Returns the elements of an array in shared memory, by its field, where they begin and how many bytes they have."""
 
 Inner = memoryview | Message
 """A message inside another: its bytes, or itself if the outer one was small enough to be read at once."""
@@ -100,17 +99,31 @@ def unpack(
         TensorError: An array's dtype, shape and bytes do not agree, it is given twice, or it lies in memory that is
             not shared.
     """
+    tails = _tails(kind.DESCRIPTOR)
+    if not isinstance(message, Message) and (alike := tails.read(message, fetch)) is not None:
+        return alike
     names = _array_fields(kind.DESCRIPTOR)
+    given: dict[str, tensor_pb2.Tensor]
     if isinstance(message, Message) or len(message) <= SMALL_BYTES_MAX:
-        small = _small(message, kind)
-        arrays = {name: _array(getattr(small, name), name, fetch) for name in names.values() if small.HasField(name)}
-        for name in arrays:
-            small.ClearField(name)
-        return small, arrays
-    header, values = _split(memoryview(message), names)
-    return kind.FromString(header), {
-        name: _array(cast("tensor_pb2.Tensor", _parts(value)), name, fetch) for name, value in values.items()
-    }
+        header = _small(message, kind)
+        given = {name: getattr(header, name) for name in names.values() if header.HasField(name)}
+    else:
+        rest, values = _split(memoryview(message), names)
+        header = kind.FromString(rest)
+        given = {name: cast("tensor_pb2.Tensor", _parts(value)) for name, value in values.items()}
+    arrays = {name: _array(tensor, name, fetch) for name, tensor in given.items()}
+    if not isinstance(message, Message):
+        tails.learn(
+            message,
+            [
+                _as_written(number, name, given[name], arrays[name])
+                for number, name in sorted(names.items())
+                if name in given
+            ],
+        )
+    for name in given:
+        header.ClearField(name)
+    return header, arrays
 
 
 def unpack_outer(message: bytes | Inner, kind: type[MessageT]) -> tuple[MessageT, str, Inner]:
@@ -125,7 +138,12 @@ def unpack_outer(message: bytes | Inner, kind: type[MessageT]) -> tuple[MessageT
     Raises:
         DecodeError: The bytes are not a message of the type, or it has several inside.
     """
-    oneof, names = _message_fields(kind.DESCRIPTOR)
+    oneof, names, tags = _message_fields(kind.DESCRIPTOR)
+    if not isinstance(message, Message):
+        begin, value_at = inner_of(message, tags)
+        if begin >= 0:
+            inner = memoryview(message)[value_at:]
+            return kind.FromString(bytes(message[:begin])), tags[message[begin]], inner
     if isinstance(message, Message) or len(message) <= SMALL_BYTES_MAX:
         try:
             small = _small(message, kind)
@@ -176,7 +194,9 @@ def _message(header: Message, arrays: Mapping[str, np.ndarray], place: Place | N
                 parts.append(_placed(number, array.dtype, array.shape, name, offset))
                 continue
         parts.append(begin)
-        if array.size:
+        if 0 < array.nbytes <= SMALL_BYTES_MAX and array.dtype == dtype:
+            parts.append(array.tobytes())  # sooner than a view of it
+        elif array.size:
             parts.append(np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data)
     return parts
 
@@ -237,9 +257,26 @@ def _array_fields(kind: Descriptor) -> dict[int, str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _message_fields(kind: Descriptor) -> tuple[str, dict[int, str]]:
+def _tails(kind: Descriptor) -> Tails[Any]:
+    return Tails(GetMessageClass(kind), _array_fields(kind).values())
+
+
+def _as_written(number: int, field: str, tensor: tensor_pb2.Tensor, array: np.ndarray) -> Described:
+    """Returns an array as `_message` would write it."""
+    offset = tensor.shared_offset if tensor.HasField("shared_offset") else None
+    begin, dtype = _begin(number, array.dtype, array.shape, field)
+    if offset is not None:
+        begin = _placed(number, array.dtype, array.shape, field, offset)
+    return Described(field=field, begin=begin, dtype=dtype, shape=array.shape, shared_offset=offset)
+
+
+@functools.lru_cache(maxsize=64)
+def _message_fields(kind: Descriptor) -> tuple[str, dict[int, str], dict[int, str]]:
+    """Returns the oneof of a message's inner ones, their fields by number, and by tag where that is one byte."""
     (oneof,) = (each for each in kind.oneofs if each.fields[0].message_type is not None)
-    return oneof.name, {each.number: each.name for each in oneof.fields}
+    names = {each.number: each.name for each in oneof.fields}
+    tags = {number << 3 | _LENGTH_DELIMITED: name for number, name in names.items() if number < 16}
+    return oneof.name, names, tags
 
 
 class _Tensor(NamedTuple):

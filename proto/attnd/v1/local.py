@@ -26,9 +26,8 @@ import math
 import mmap
 import os
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -80,8 +79,7 @@ class FrameError(Exception):
     """Bytes that are no frame, or a frame out of place: nothing that follows can be trusted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """Where in shared memory an answer may put elements.
 
     Attributes:
@@ -96,8 +94,7 @@ class Room:
 NO_ROOM: Final = Room()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHead:
+class RequestHead(NamedTuple):
     """Head of a request.
 
     Attributes:
