@@ -238,6 +238,7 @@ class Session:
         call.task = calls.create_task(self._serve(call))
         if expires_at < math.inf and (self._alarm is None or expires_at < self._alarm.when()):
             self._wake_at(expires_at)
+        await asyncio.sleep(0)  # begins with it before the next message is asked for, which takes a while
 
     def _cancel(self, request_id: int) -> None:
         call = self._open.get(request_id)
