@@ -58,6 +58,7 @@ class CacheHandlers:
             self._caches.delete(cache.cache_id, caller.tenant)
         else:
             await self._persistence.delete(cache)
+        await self._engine.flush(caller.tenant)  # its pages are free only once they are cleared
         return pb.DeleteCacheResponse()
 
     async def write_pages(self, request: pb.WritePagesRequest, caller: Caller) -> pb.WritePagesResponse:
