@@ -151,8 +151,10 @@ class Talk:
         """Whether the call has arrays that memory must be shared for, and is not yet."""
         if self._memory is not None:
             return False
-        arrays = [*sending.arrays.values(), *(() if sending.step is None else sending.step.arrays.values())]
-        return max(map(NBYTES, arrays), default=0) >= local.SHARED_BYTES_MIN or sending.method.name == "ReadPages"
+        largest = max(map(NBYTES, sending.arrays.values()), default=0)
+        if sending.step is not None and sending.step not in self._plans:
+            largest = max(largest, *map(NBYTES, sending.step.arrays.values()))
+        return largest >= local.SHARED_BYTES_MIN or sending.method.name == "ReadPages"
 
     def share(self, fd: int) -> None:
         """Takes memory, and closes its descriptor.

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Mapping
 from typing import Final, SupportsFloat, SupportsIndex
 
-import ml_dtypes  # noqa: F401 (registers bfloat16 and float8 with NumPy, by name)
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +18,10 @@ from attnd.v1.limits import MESSAGE_BYTES_MAX
 
 _INT32: Final = np.iinfo(np.int32)
 _BITS_MAX: Final = {32: 2**31, 64: 2**63}
+# Dtypes of queries, keys and values that travel as they are.
+_READY: Final = frozenset(
+    np.dtype(each) for each in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8)
+)
 
 
 def values_array(values: npt.ArrayLike, field: str) -> np.ndarray:
@@ -31,6 +35,8 @@ def values_array(values: npt.ArrayLike, field: str) -> np.ndarray:
         InvalidArgumentError: float64, which the server would have to round, or a dtype that is not a number's.
         ResourceExhaustedError: The array alone exceeds the limit of a message.
     """
+    if type(values) is np.ndarray and values.dtype in _READY and values.nbytes <= MESSAGE_BYTES_MAX:
+        return values  # as most are
     array = _array(values, field)
     if array.dtype.kind == "f" and array.dtype.itemsize == 8:  # float64 of either byte order
         raise InvalidArgumentError.of(

@@ -141,13 +141,21 @@ class GoodLayers:
 
     def __init__(self) -> None:
         self._kinds: set[tuple[object, ...]] = set()
+        self._latest: tuple[object, ...] = ()
 
     def has(
         self, spec: CacheSpec, q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions
     ) -> bool:
         """Returns whether nothing can be wrong with a layer."""
         # There, the values of k and v are looked at too.
-        return not spec.quantized_per_token and self._kind(q, k, v, options) in self._kinds
+        if spec.quantized_per_token:
+            return False
+        kind = self._kind(q, k, v, options)
+        if kind == self._latest:  # the same options, which need not be hashed
+            return True
+        known = kind in self._kinds
+        self._latest = kind if known else self._latest
+        return known
 
     def add(self, q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions) -> None:
         """Remembers that nothing was wrong with a layer."""

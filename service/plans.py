@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from attnd.service.attending import AttentionCall
 from attnd.service.caches import Cache
 from attnd.v1 import attention_pb2 as pb
 
-RAGGED_METADATA = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
+_NO_HINTS: Final = KernelHints()
+RAGGED_METADATA: Final = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,7 @@ async def sequence_call(
             k=k,
             v=v,
             options=options,
-            hints=KernelHints(),
+            hints=_NO_HINTS,
             reservation=reservation,
         )
     except BaseException:
