@@ -76,7 +76,10 @@ def integers_array(values: npt.ArrayLike, field: str) -> np.ndarray:
 
 def counts_array(value: npt.ArrayLike, field: str) -> np.ndarray:
     """Returns `num_seqs` as it can travel: an array as it is, an integer as an array of shape (1,)."""
-    return integers_array([int(value)] if isinstance(value, int | np.integer) else value, field)
+    if not isinstance(value, int | np.integer):
+        return integers_array(value, field)
+    count = int(value)
+    return np.array([count], np.int32) if 0 <= count <= _INT32.max else integers_array([count], field)
 
 
 def owned(arrays: Mapping[str, np.ndarray], field: str) -> np.ndarray:
@@ -175,6 +178,10 @@ def _array(values: npt.ArrayLike, field: str, dtype: type[object] | None = None)
 
 
 def _narrowed(array: np.ndarray, field: str) -> np.ndarray:
+    if array.dtype != object:
+        narrow: np.ndarray = array.astype(np.int32)
+        if (narrow == array).all():
+            return narrow
     outside = (array < _INT32.min) | (array > _INT32.max)
     if np.any(outside):
         index = tuple(int(i) for i in np.argwhere(outside)[0])
