@@ -106,6 +106,13 @@ class Reservation:
     followed: bool = False
     settled: asyncio.Event | None = None
 
+    def begin(self) -> None:
+        """Takes its place among the calls in flight."""
+        for sequence in self.sequences:
+            for earlier in sequence.in_flight:
+                earlier.followed = True
+            sequence.in_flight.append(self)
+
     async def wait(self) -> None:
         """Returns when the work has ended."""
         if self.settled is None:
@@ -151,6 +158,13 @@ def slots_to_copy(
         if len(slots):
             to_copy.append((sequence, slots))
     return to_copy
+
+
+def missing_pages(sequences: list[Sequence], kv_lens: Lens, page_size: int) -> list[int]:
+    """Returns how many pages each sequence lacks for its length after a call."""
+    needed = -(-kv_lens.astype(np.int64) // page_size)
+    missing: list[int] = np.maximum(needed - [len(sequence.pages) for sequence in sequences], 0).tolist()
+    return missing
 
 
 class Batches:

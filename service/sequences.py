@@ -19,6 +19,7 @@ from attnd.service.sequence import (
     Reservation,
     Sequence,
     call_in_the_way,
+    missing_pages,
     require_held,
     slots_to_copy,
 )
@@ -225,10 +226,7 @@ class SequenceTable:
             copies=copies,
             fresh=fresh,
         )
-        for sequence in sequences:
-            for earlier in sequence.in_flight:
-                earlier.followed = True
-            sequence.in_flight.append(reservation)
+        reservation.begin()
         return reservation
 
     def settle(self, reservation: Reservation, *, commit: bool) -> None:
@@ -251,19 +249,9 @@ class SequenceTable:
 
     def seal(self) -> Snapshot:
         """Returns all sequences as they are. Until `unseal`, calls go on and leave what the snapshot reads as it is."""
-        states = []
         for sequence in self:
             sequence.shares = True
-            states.append(
-                SequenceState(
-                    handle=sequence.handle,
-                    layer_lens=sequence.layer_lens.copy(),
-                    pages=sequence.pages[: self._num_pages(sequence.length)].copy(),
-                    lease_s=sequence.lease_s,
-                    damaged=sequence.damaged,
-                )
-            )
-        snapshot = Snapshot(tuple(states))
+        snapshot = Snapshot(tuple(SequenceState.of(each, self._num_pages(each.length)) for each in self))
         self._pool.seal(snapshot.pages, snapshot.page_lens(self._spec.page_size))
         return snapshot
 
@@ -371,9 +359,7 @@ class SequenceTable:
         self, sequences: list[Sequence], kv_lens: Lens, to_copy: list[tuple[Sequence, np.ndarray]]
     ) -> tuple[list[PageCopies], Pages]:
         """Takes all pages that a call needs, or none: those it copies to, and those its sequences grow by."""
-        needed = -(-kv_lens.astype(np.int64) // self._spec.page_size)
-        missing = np.maximum(needed - [len(sequence.pages) for sequence in sequences], 0)
-        sizes = [*(len(slots) for _, slots in to_copy), *missing.tolist()]
+        sizes = [*(len(slots) for _, slots in to_copy), *missing_pages(sequences, kv_lens, self._spec.page_size)]
         if not any(sizes):
             return [], _NO_PAGES
         try:

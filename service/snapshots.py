@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32
 
+from attnd.service.sequence import Sequence
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SequenceState:
@@ -23,6 +25,17 @@ class SequenceState:
     pages: Int32[np.ndarray, " num_pages"]
     lease_s: float
     damaged: bool = False
+
+    @classmethod
+    def of(cls, sequence: Sequence, num_pages: int) -> "SequenceState":
+        """Returns the state of a sequence whose tokens lie in its first `num_pages` pages."""
+        return cls(
+            handle=sequence.handle,
+            layer_lens=sequence.layer_lens.copy(),
+            pages=sequence.pages[:num_pages].copy(),
+            lease_s=sequence.lease_s,
+            damaged=sequence.damaged,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
