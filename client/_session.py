@@ -6,7 +6,6 @@ Both clients keep one `Dialogue` for each stream. It is not locked: the blocking
 import itertools
 import math
 import time
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import grpc
@@ -56,8 +55,7 @@ class Heard(NamedTuple):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(NamedTuple):
     """The plan that a request names.
 
     Attributes:

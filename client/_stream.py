@@ -158,7 +158,7 @@ class Stream:
     def _leave(self, request_id: int) -> None:
         with self._lock:
             del self._waiting[request_id]
-            if not self._reading:
+            if self._waiting and not self._reading:
                 # Another one reads on; all of them learn it if there is nothing to be read any more.
                 left = [each for each in self._waiting.values() if each.heard is None]
                 for each in left if self._broken is not None else left[:1]:
@@ -176,7 +176,9 @@ class Stream:
                 reads = not self._reading
                 self._reading = True
             if reads:
-                self._read_until(waiting)
+                heard = self._read_for(waiting)
+                if heard is not None:
+                    return heard
                 continue
             left_s = None if waiting.deadline == math.inf else max(0.0, waiting.deadline - time.monotonic())
             try:
@@ -184,7 +186,8 @@ class Stream:
             except queue.Empty:
                 raise _session.expired(sending) from None
 
-    def _read_until(self, waiting: _Waiting) -> None:
+    def _read_for(self, waiting: _Waiting) -> Heard | None:
+        """Reads until a thread's answer is there; None if the stream breaks before."""
         try:
             while waiting.heard is None:
                 heard = _session.hear(self._pipe.receive())
@@ -200,6 +203,7 @@ class Stream:
         finally:
             with self._lock:
                 self._reading = False
+        return waiting.heard
 
 
 class Watchdog:
