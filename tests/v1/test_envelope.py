@@ -153,20 +153,6 @@ def test_refuses_two_messages_inside_a_large_one():
         envelope.unpack_outer(b"".join(calls), attention_pb2.SessionRequest)
 
 
-def test_descriptions_that_are_not_short_are_not_kept():
-    padding = bytes([15 << 3 | 2, 0xE8, 0x07]) + bytes(1000)  # a field that no Tensor has
-    tensor = tensor_pb2.Tensor(dtype="float64", shape=[1 << 13], data=bytes(1 << 16)).SerializeToString() + padding
-    message = attention_pb2.AttendResponse().SerializeToString() + bytes([3 << 3 | 2])
-    size = len(tensor)
-    while size > 0x7F:
-        message += bytes([size & 0x7F | 0x80])
-        size >>= 7
-    message += bytes([size]) + tensor
-    kept = envelope._described.cache_info().currsize
-    assert envelope.unpack(message, attention_pb2.AttendResponse)[1]["out"].shape == (1 << 13,)
-    assert envelope._described.cache_info().currsize == kept
-
-
 def test_refuses_shapes_that_the_bytes_do_not_fill():
     tensor = tensor_pb2.Tensor(dtype="float32", shape=[2**20, 2**20], data=b"1234")
     message = attention_pb2.AttendResponse(out=tensor).SerializeToString()

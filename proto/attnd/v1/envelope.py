@@ -34,7 +34,6 @@ _FIELDS_MAX: Final = 1 << 17
 SMALL_BYTES_MAX: Final = 1 << 15
 """Messages up to this size are read by protobuf: it copies them sooner than Python looks at their fields."""
 
-_DESCRIBED_BYTES_MAX: Final = 256
 _SMALL: Final = [bytes([number]) for number in range(0x80)]
 _DTYPE_NUMBER: Final = tensor_pb2.Tensor.DTYPE_FIELD_NUMBER
 _SHAPE_NUMBER: Final = tensor_pb2.Tensor.SHAPE_FIELD_NUMBER
@@ -311,17 +310,9 @@ def _parts(view: memoryview) -> _Tensor:
             data = view[value:end]
         else:
             rest.append(view[start:end])
-    described = b"".join(rest)
-    # Whoever sends fields that no Tensor has shall not fill the cache with them.
-    read = _described if len(described) <= _DESCRIBED_BYTES_MAX else _described.__wrapped__
-    return _Tensor(*read(described), data)
-
-
-@functools.lru_cache(maxsize=1024)
-def _described(rest: bytes) -> tuple[str, tuple[int, ...], int | None]:
-    """Returns dtype and shape, and where the elements lie if that is in shared memory."""
-    tensor = tensor_pb2.Tensor.FromString(rest)
-    return tensor.dtype, tuple(tensor.shape), tensor.shared_offset if tensor.HasField("shared_offset") else None
+    tensor = tensor_pb2.Tensor.FromString(b"".join(rest))
+    offset = tensor.shared_offset if tensor.HasField("shared_offset") else None
+    return _Tensor(tensor.dtype, tuple(tensor.shape), offset, data)
 
 
 def _fields(view: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
