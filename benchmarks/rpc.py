@@ -2,6 +2,7 @@
 
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ BARE: Final = {SESSION: "bare gRPC stream", UNARY: "bare gRPC call"}
 # Calls of each competitor in one turn: enough to see a steady state, few enough to take turns. The first half does not
 # count: it finds the caches cold, and a server that was busy with another competitor a moment ago.
 CALLS: Final = {200: 120, 512 * 1024: 40, 16 * 1024**2: 6}
+SETTLE_S: Final = 0.005
 STEP_Q_BYTES: Final = 16 * 1024
 STEP_MAX: Final = 0.6
 
@@ -127,11 +129,15 @@ def _measure_steps(section: Section, drivers: Mapping[str, Driver], budget_s: fl
 
 def _turns(drivers: Mapping[str, Driver], size: int, count: int, budget_s: float) -> dict[str, Timing]:
     def call(driver: Driver) -> Call:
-        return lambda: statistics.median(driver.measure(size, count)[count // 2 :])
+        def turn() -> float:
+            time.sleep(SETTLE_S)
+            return statistics.median(driver.measure(size, count)[count // 2 :])
 
-    # The calls of a turn report the time of one; the budget is for all of them.
+        return turn
+
+    # The calls of a turn report the time of one; the budget is for all of them, and for nothing else.
     calls = {name: call(driver) for name, driver in drivers.items()}
-    return interleave(calls, budget_s=budget_s / count, warmups=2, rounds_min=3, rounds_max=41)
+    return interleave(calls, budget_s=budget_s / count, warmups=2, rounds_min=3, rounds_max=41, settle_s=0)
 
 
 @contextmanager
