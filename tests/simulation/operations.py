@@ -17,7 +17,7 @@ PROBES = (
 FAULTS = ("clear", "clear", "copy", "read", "write", "before write", "before write", "after write")
 WEIGHTS = {
     "attend": 32, "step": 8, "burst": 8, "repeat": 6, "create_sequences": 6, "fork": 9, "truncate": 8, "release": 6,
-    "keep_alive": 2, "list_sequences": 1, "cancel": 6, "jump": 4, "sweep": 2, "create_cache": 1.5, "delete_cache": 1.2,
+    "keep_alive": 2, "list_sequences": 1, "cancel": 6, "jump": 4, "sweep": 1, "create_cache": 1.5, "delete_cache": 1.2,
     "save": 2, "save_of_sharers": 6, "restore": 3, "damage": 2, "rewrite": 5, "speculate": 5, "probe": 1,
 }  # fmt: skip
 

@@ -91,9 +91,9 @@ class SimulatedWorld:
         self.config = ServerConfig(
             queue_depth_max=rng.choice([3, 6, 40]),
             batch_calls_max=rng.choice([1, 3, 64, 64]),
-            lease_s=rng.choice([20.0, 60.0]),
+            lease_s=rng.choice([15.0, 60.0]),
             tenant_pages_max=rng.choice([None, None, 16, 30]),
-            tenant_sequences_max=rng.choice([None, 4, 6, 12]),
+            tenant_sequences_max=rng.choice([None, 3, 4, 8]),
             debug_checks=rng.random() < 0.3,
             warm_up=False,
         )
