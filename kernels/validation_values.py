@@ -151,11 +151,11 @@ class GoodLayers:
         if spec.quantized_per_token:
             return False
         kind = self._kind(q, k, v, options)
-        if kind == self._latest:  # the same options, which need not be hashed
-            return True
-        known = kind in self._kinds
-        self._latest = kind if known else self._latest
-        return known
+        if kind != self._latest:  # or the options, which are the same, need not be hashed
+            if kind not in self._kinds:
+                return False
+            self._latest = kind
+        return True
 
     def add(self, q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None, options: AttentionOptions) -> None:
         """Remembers that nothing was wrong with a layer."""

@@ -71,8 +71,8 @@ def test_messages_without_elements_teach_nothing(arrays):
 
 
 def test_an_array_that_stands_before_the_others_is_not_overlooked():
-    message, _, arrays = layer(1)
-    check(message, *layer(1)[1:2], arrays)
+    message, header, arrays = layer(1)
+    check(message, header, arrays)
     first = envelope.pack(KIND(), {"q": np.ones((2, 3, 8), np.float32)})
     assert known(first + message) is None
     with pytest.raises(tensors.TensorError, match=r"q\.shape"):
